@@ -41,7 +41,7 @@ Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, S
 Backend::~Backend() { core_->close(); }
 
 Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
-                       const at::Tensor& tensor, std::vector<at::Tensor> outputs) {
+                       const at::Tensor& tensor) {
   const base::TimePoint end = deadline(timeout);
   std::shared_ptr<Operation> operation;
   std::optional<Error> error;
@@ -52,11 +52,7 @@ Pending Backend::issue(const OpSpec& spec, std::chrono::milliseconds timeout, ui
     error = rpc::error_in_flight(ErrorKind::kInternal);
     error->op = describe(spec);
   }
-  if (!operation) {
-    operation = spec.kind == OpKind::kAllreduceOverHosts
-                    ? make_allreduce_over_hosts(spec, end, hosts_, rank_, tensor)
-                    : make_operation(spec, end, rank_, size_, tensor, std::move(outputs));
-  }
+  if (!operation) operation = make_operation(spec, end, rank_, size_, hosts_, tensor);
   core_->issue(operation, sequence, std::move(error));
   return Pending(operation);
 }
@@ -67,8 +63,8 @@ std::shared_ptr<Operation> Backend::make_in_shared_memory(OpSpec spec, base::Tim
                                                           const at::Tensor& tensor) {
   const bool is_barrier = spec.kind == OpKind::kBarrier;
   const bool is_chunked = spec.kind == OpKind::kAllreduceChunked;
-  if (!is_barrier && !is_chunked && spec.kind != OpKind::kAllreduceDirect) return nullptr;
-  if (sequence >= SharedSpace::kSequences || size_ == 1) return nullptr;
+  const bool is_over_hosts = spec.kind == OpKind::kAllreduceOverHosts;
+  if (is_over_hosts || sequence >= SharedSpace::kSequences || size_ == 1) return nullptr;
   const auto space = core_->shared_space(deadline).value();
   if (!space) return nullptr;
   const auto place = is_chunked ? space->place_of(tensor) : std::nullopt;
@@ -106,30 +102,6 @@ Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::m
     spec.root = static_cast<uint32_t>(hosts_.size());
   }
   return issue(spec, timeout, options.sequence, tensor);
-}
-
-Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
-                           const OperationOptions& options) {
-  check_result("broadcast", tensor);
-  check_root("broadcast", root, size_);
-  OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
-  spec.root = static_cast<uint32_t>(root);
-  spec.pass = options.pass;
-  return issue(spec, timeout, options.sequence, tensor);
-}
-
-Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
-                           std::chrono::milliseconds timeout) {
-  check_tensor("allgather", input);
-  bool fits = outputs.size() == static_cast<size_t>(size_);
-  for (const at::Tensor& output : outputs) {
-    check_result("allgather", output);
-    fits = fits && output.scalar_type() == input.scalar_type() && output.numel() == input.numel();
-  }
-  if (!fits) {
-    refuse_call("allgather", ": needs one output a rank, of the input's dtype and size");
-  }
-  return issue(spec_of(OpKind::kAllgather, input), timeout, 0, input, std::move(outputs));
 }
 
 Pending Backend::enter_barrier(std::chrono::milliseconds timeout) {
@@ -177,41 +149,8 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor>& tenso
   return c10::make_intrusive<Work>(rank_, c10d::OpType::BROADCAST, std::move(operations), tensors);
 }
 
-c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                                  std::vector<at::Tensor>& inputs,
-                                                  const c10d::AllgatherOptions& options) {
-  if (outputs.size() != inputs.size()) {
-    refuse_call("allgather", ": needs one list of outputs for each input");
-  }
-  std::vector<Pending> operations;
-  std::vector<at::Tensor> results;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    operations.push_back(allgather(inputs[i], outputs[i], options.timeout));
-    results.insert(results.end(), outputs[i].begin(), outputs[i].end());
-  }
-  return c10::make_intrusive<Work>(rank_, c10d::OpType::ALLGATHER, std::move(operations),
-                                   std::move(results));
-}
-
-c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                        const c10d::AllgatherOptions& options) {
-  check_tensor("allgather", output);
-  if (!output.is_contiguous() || output.numel() != input.numel() * size_) {
-    throw base::Exception(Error{.kind = ErrorKind::kInvalid,
-                                .message = "_allgather_base: needs a contiguous output of the "
-                                           "input's size times the number of ranks",
-                                .op = "allgather"});
-  }
-  const at::Tensor rows = output.detach().view({size_, input.numel()});
-  std::vector<Pending> operations = {allgather(input, rows.unbind(0), options.timeout)};
-  return c10::make_intrusive<Work>(rank_, c10d::OpType::_ALLGATHER_BASE, std::move(operations),
-                                   std::vector<at::Tensor>{output});
-}
-
 c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions& options) {
-  std::vector<Pending> operations = {enter_barrier(options.timeout)};
-  return c10::make_intrusive<Work>(rank_, c10d::OpType::BARRIER, std::move(operations),
-                                   std::vector<at::Tensor>{});
+  return make_work(rank_, c10d::OpType::BARRIER, enter_barrier(options.timeout), {});
 }
 
 }  // namespace distrain::collective

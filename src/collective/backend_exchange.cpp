@@ -7,8 +7,6 @@ namespace distrain::collective {
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
 // Throws `invalid` unless `tensors` has one tensor for each of `size` ranks, like `one`.
 void check_parts(const char* op, const Tensors& tensors, const at::Tensor& one, int size,
                  bool are_results) {
@@ -62,12 +60,38 @@ Tensors rows(const char* op, const at::Tensor& all, const at::Tensor& one, int r
 
 }  // namespace
 
-Pending Backend::exchange(OpSpec spec, ExchangePlan plan, std::chrono::milliseconds timeout) {
+Pending Backend::exchange(OpSpec spec, ExchangePlan plan, std::chrono::milliseconds timeout,
+                          uint32_t sequence) {
   plan.sends.resize(static_cast<size_t>(size_));
   plan.outputs.resize(static_cast<size_t>(size_));
   const auto operation = make_exchange(spec, deadline(timeout), rank_, std::move(plan));
-  core_->issue(operation, 0);
+  core_->issue(operation, sequence);
   return Pending(operation);
+}
+
+Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
+                           const OperationOptions& options) {
+  check_result("broadcast", tensor);
+  check_root("broadcast", root, size_);
+  OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
+  spec.root = static_cast<uint32_t>(root);
+  spec.pass = options.pass;
+  const auto ranks = static_cast<size_t>(size_);
+  ExchangePlan plan{.rooted = true, .outputs = Tensors(ranks)};
+  if (rank_ == root) {
+    plan.sends.assign(ranks, tensor);
+  } else {
+    plan.outputs[spec.root] = tensor;
+  }
+  return exchange(spec, std::move(plan), timeout, options.sequence);
+}
+
+Pending Backend::allgather(const at::Tensor& input, Tensors outputs,
+                           std::chrono::milliseconds timeout) {
+  check_tensor("allgather", input);
+  check_parts("allgather", outputs, input, size_, true);
+  ExchangePlan plan{.sends = Tensors(outputs.size(), input), .outputs = std::move(outputs)};
+  return exchange(spec_of(OpKind::kAllgather, input), std::move(plan), timeout);
 }
 
 Pending Backend::reduce_scatter(const at::Tensor& output, Tensors inputs, ReduceOp op,
@@ -143,6 +167,33 @@ Pending Backend::reduce(const at::Tensor& tensor, int root, ReduceOp op,
 }
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                           const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size()) {
+    refuse_call("allgather", ": needs one list of outputs for each input");
+  }
+  std::vector<Pending> operations;
+  Tensors results;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    operations.push_back(allgather(inputs[i], outputs[i], options.timeout));
+    results.insert(results.end(), outputs[i].begin(), outputs[i].end());
+  }
+  return c10::make_intrusive<Work>(rank_, c10d::OpType::ALLGATHER, std::move(operations),
+                                   std::move(results));
+}
+
+WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                 const c10d::AllgatherOptions& options) {
+  check_tensor("allgather", output);
+  if (!output.is_contiguous() || output.numel() != input.numel() * size_) {
+    refuse_call("allgather",
+                ": needs a contiguous output of the input's size times the number of ranks");
+  }
+  Pending operation =
+      allgather(input, output.detach().view({size_, input.numel()}).unbind(0), options.timeout);
+  return make_work(rank_, c10d::OpType::_ALLGATHER_BASE, std::move(operation), {output});
+}
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ReduceScatterOptions& options) {

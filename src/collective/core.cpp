@@ -182,8 +182,7 @@ void Core::answer_locked(uint64_t number, const OpSpec& spec, int from, const Er
     try {
       const base::BufferPtr header = self.allocate(kHeaderBytes);
       encode_header(spec, 0, header->data);
-      const std::span<const uint8_t> piece(header->data, header->size);
-      self.send(from, number, 0, std::span(&piece, 1), header);
+      self.send(from, number, 0, header);
     } catch (...) {
       // Ignore errors, as send_refusals() does.
     }
@@ -205,22 +204,23 @@ void Core::send_refusals(uint64_t first, int count, const Error& error, bool is_
   }
 }
 
-void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except) {
-  const std::span<const uint8_t> piece(buffer->data, buffer->size);
-  if (is_transfer(number)) {
-    return send(transfer_of(number).peer, number, step, std::span(&piece, 1), buffer);
-  }
-  // Start with the next rank, to spread the load. If a send fails, still send to the other ranks.
+void Core::send_each(const std::function<void(int to)>& send_to) {
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {
-      const int to = (rank_ + i) % size();
-      if (to != except) send(to, number, step, std::span(&piece, 1), buffer);
+      send_to((rank_ + i) % size());
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
   }
   if (failure) std::rethrow_exception(failure);
+}
+
+void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except) {
+  if (is_transfer(number)) return send(transfer_of(number).peer, number, step, buffer);
+  send_each([&](int to) {
+    if (to != except) send(to, number, step, buffer);
+  });
 }
 
 void Core::on_message(rpc::ChannelMessage message) {

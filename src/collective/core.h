@@ -170,6 +170,13 @@ class Core : public std::enable_shared_from_this<Core> {
             std::shared_ptr<const void> keep_alive) {
     channel_.send(world_rank(to), wire_tag(number, step), pieces, std::move(keep_alive));
   }
+  void send(int to, uint64_t number, int step, const base::BufferPtr& buffer) {
+    const std::span<const uint8_t> piece(buffer->data, buffer->size);
+    send(to, number, step, std::span(&piece, 1), buffer);
+  }
+  /// Calls `send_to` for each other rank. Begins with the next rank, to spread the load. If a send
+  /// fails, still calls `send_to` for the other ranks, then throws the first error.
+  void send_each(const std::function<void(int to)>& send_to);
   /// Sends to all other ranks but `except`, or to the peer of a transfer.
   void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except = -1);
 

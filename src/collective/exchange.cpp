@@ -27,30 +27,25 @@ class PlannedExchange final : public Operation {
 
   void start() override {
     // Copy the own data too, because the caller's inputs and outputs may share memory.
-    if (sent_to(rank_).defined()) own_ = pack(core(), spec(), sent_to(rank_));
-    // Start with the next rank, to spread the load. If a send fails, still send to the other ranks.
-    std::exception_ptr failure;
-    for (int i = 1; i < core().size(); ++i) {
-      const int to = (rank_ + i) % core().size();
-      if (!expects(0, to)) continue;
-      try {
-        const at::Tensor& tensor = sent_to(to);
-        const base::BufferPtr buffer =
-            tensor.defined() ? pack(core(), spec(), tensor) : header_only(core(), spec());
-        const std::span<const uint8_t> piece(buffer->data, buffer->size);
-        core().send(to, number(), 0, std::span(&piece, 1), buffer);
-      } catch (...) {
-        if (!failure) failure = std::current_exception();
-      }
+    own_ = packed(rank_);
+    core().send_each([&](int to) {
+      if (expects(0, to)) core().send(to, number(), 0, packed(to));
+    });
+  }
+  // Returns the message for group rank `to`. Ranks that get the same tensor share a message.
+  base::BufferPtr packed(int to) {
+    if (!packed_ || !packed_tensor_.is_same(sent_to(to))) {
+      packed_tensor_ = sent_to(to);
+      packed_ = pack(core(), spec(), packed_tensor_);
     }
-    if (failure) std::rethrow_exception(failure);
+    return packed_;
   }
 
   void run_step(int) override {
     std::vector<const uint8_t*> inputs;
     for (int from = 0; from < core().size(); ++from) {
       const bool is_own = from == rank_;
-      if (is_own ? !own_ : expected_bytes(0, from) == 0) {
+      if (is_own ? !sent_to(rank_).defined() : expected_bytes(0, from) == 0) {
         inputs.push_back(nullptr);  // not read: there is no data, or no element
         continue;
       }
@@ -66,6 +61,8 @@ class PlannedExchange final : public Operation {
   const int rank_;
   const ExchangePlan plan_;
   base::BufferPtr own_;
+  at::Tensor packed_tensor_;  // of the last message
+  base::BufferPtr packed_;
 };
 
 }  // namespace

@@ -8,12 +8,13 @@ namespace distrain::collective {
 /// ranks exchange messages, or only the root and each other rank if the operation has a root.
 struct ExchangePlan {
   bool rooted = false;
-  std::vector<at::Tensor> sends;
-  std::vector<at::Tensor> outputs;  ///< hold the data of the ranks afterwards
-  at::Tensor result;                ///< if defined, holds the reduction of the ranks' data instead
+  Tensors sends;
+  Tensors outputs;    ///< hold the data of the ranks afterwards
+  at::Tensor result;  ///< if defined, holds the reduction of the ranks' data instead
 };
 
-/// Creates a reduce_scatter, all_to_all, gather, scatter or reduce; see Note [Algorithms].
+/// Creates an operation in which each rank sends and receives at most one message to and from each
+/// other rank; see Note [Algorithms].
 std::shared_ptr<Operation> make_exchange(const OpSpec& spec, base::TimePoint deadline, int rank,
                                          ExchangePlan plan);
 

@@ -3,13 +3,13 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/core/grad_mode.h>
 
+#include "exchange.h"
 #include "halves.h"
 
 namespace distrain::collective {
 
-// Memory that is being sent never changes. Small data is copied behind its header into one buffer
-// for all ranks. Step 1 of the chunked allreduce sends chunk j from the caller's tensor without a
-// copy, because only the result of rank j, which must have received it before, overwrites chunk j.
+// Memory that is being sent never changes. Data is copied behind its header into one buffer for all
+// ranks that get it, except in chunked.cpp.
 
 namespace {
 
@@ -106,9 +106,10 @@ void write_tensor(const at::Tensor& tensor, std::span<const uint8_t> data) {
 }
 
 base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor) {
-  base::BufferPtr buffer = core.allocate(kHeaderBytes + tensor.nbytes());
+  base::BufferPtr buffer = core.allocate(kHeaderBytes + (tensor.defined() ? tensor.nbytes() : 0));
   encode_header(spec, 0, buffer->data);
   uint8_t* data = buffer->data + kHeaderBytes;
+  if (!tensor.defined()) return buffer;
   if (tensor.is_contiguous()) {
     copy_bytes(data, {bytes_of(tensor), tensor.nbytes()});
   } else {
@@ -118,106 +119,7 @@ base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor) {
   return buffer;
 }
 
-base::BufferPtr header_only(Core& core, const OpSpec& spec) {
-  base::BufferPtr buffer = core.allocate(kHeaderBytes);
-  encode_header(spec, 0, buffer->data);
-  return buffer;
-}
-
 namespace {
-
-class Barrier final : public Operation {
- public:
-  using Operation::Operation;
-
- private:
-  void start() override { core().send_to_all(number(), 0, header_only(core(), spec())); }
-  void run_step(int) override {}
-};
-
-class Broadcast final : public Operation {
- public:
-  Broadcast(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
-
- private:
-  int root() const { return static_cast<int>(spec().root); }
-  bool is_root() const { return core().rank() == root(); }
-  bool expects(int, int from) const override {
-    return from != core().rank() && (is_root() || from == root());
-  }
-  size_t expected_bytes(int, int) const override { return is_root() ? 0 : spec().bytes; }
-
-  void start() override {
-    if (is_root()) return core().send_to_all(number(), 0, pack(core(), spec(), tensor_));
-    const base::BufferPtr header = header_only(core(), spec());
-    const std::span<const uint8_t> piece(header->data, header->size);
-    core().send(root(), number(), 0, std::span(&piece, 1), header);
-  }
-  void run_step(int step) override {
-    if (!is_root()) write_tensor(tensor_, input(step, root()));
-  }
-
-  const at::Tensor tensor_;
-};
-
-// An operation in which each rank sends its whole tensor to all other ranks.
-class Exchange : public Operation {
- public:
-  Exchange(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
-
- protected:
-  // Returns the data of group rank `from`, which may be this rank.
-  std::span<const uint8_t> data_of(int from) const {
-    if (from != core().rank()) return input(0, from);
-    return {sent_->data + kHeaderBytes, spec().bytes};
-  }
-
-  const at::Tensor tensor_;
-
- private:
-  void start() override {
-    sent_ = pack(core(), spec(), tensor_);
-    core().send_to_all(number(), 0, sent_);
-  }
-
-  base::BufferPtr sent_;
-};
-
-class Allgather final : public Exchange {
- public:
-  Allgather(const OpSpec& spec, base::TimePoint deadline, const at::Tensor& input,
-            std::vector<at::Tensor> outputs)
-      : Exchange(spec, deadline, input), outputs_(std::move(outputs)) {}
-
- private:
-  void run_step(int) override {
-    for (int from = 0; from < core().size(); ++from) {
-      write_tensor(outputs_[static_cast<size_t>(from)], data_of(from));
-    }
-  }
-
-  const std::vector<at::Tensor> outputs_;
-};
-
-class DirectAllreduce final : public Exchange {
- public:
-  using Exchange::Exchange;
-
- private:
-  void run_step(int) override {
-    std::vector<const uint8_t*> inputs;
-    for (int from = 0; from < core().size(); ++from) inputs.push_back(data_of(from).data());
-    const auto count = static_cast<size_t>(tensor_.numel());
-    if (tensor_.is_contiguous()) {
-      return reduce(spec().reduce_op, spec().dtype, inputs, count, bytes_of(tensor_));
-    }
-    const base::BufferPtr result = core().allocate(spec().bytes);
-    reduce(spec().reduce_op, spec().dtype, inputs, count, result->data);
-    write_tensor(tensor_, {result->data, spec().bytes});
-  }
-};
 
 // Also the barrier of a large group, without a tensor.
 class RootedAllreduce final : public Operation {
@@ -235,10 +137,8 @@ class RootedAllreduce final : public Operation {
   bool tells_others() const override { return is_root(); }
 
   void start() override {
-    sent_ = tensor_.defined() ? pack(core(), spec(), tensor_) : header_only(core(), spec());
-    if (is_root()) return;
-    const std::span<const uint8_t> piece(sent_->data, sent_->size);
-    core().send(0, number(), 0, std::span(&piece, 1), sent_);
+    sent_ = pack(core(), spec(), tensor_);
+    if (!is_root()) core().send(0, number(), 0, sent_);
   }
 
   void run_step(int) override {
@@ -260,69 +160,6 @@ class RootedAllreduce final : public Operation {
   }
 
   const at::Tensor tensor_;
-  base::BufferPtr sent_;
-};
-
-class ChunkedAllreduce final : public Operation {
- public:
-  ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-      : Operation(spec, deadline, 2), tensor_(std::move(tensor)) {}
-
- private:
-  ByteRange range(int rank) const { return chunk_of(spec(), rank, core().size()); }
-  std::span<uint8_t> chunk(int rank) const {
-    const auto [begin, size] = range(rank);
-    return {bytes_of(work_) + begin, size};
-  }
-
-  size_t expected_bytes(int step, int from) const override {
-    return range(step == 0 ? core().rank() : from).size;
-  }
-  size_t sent_bytes(int to) const override { return range(to).size; }
-
-  void start() override {
-    const at::NoGradGuard no_grad;
-    work_ = tensor_.contiguous();
-    struct Sent {
-      alignas(64) uint8_t header[kHeaderBytes];
-      at::Tensor tensor;
-    };
-    auto sent = std::make_shared<Sent>();
-    sent->tensor = work_;
-    encode_header(spec(), 0, sent->header);
-    for (int i = 1; i < core().size(); ++i) {
-      const int to = (core().rank() + i) % core().size();
-      const std::span<const uint8_t> pieces[] = {sent->header, chunk(to)};
-      core().send(to, number(), 0, pieces, sent);
-    }
-  }
-
-  // In step 0 reduces its own chunk and sends it to all, in step 1 collects the others'.
-  void run_step(int step) override {
-    const std::span<uint8_t> own = chunk(core().rank());
-    if (step == 0) {
-      std::vector<const uint8_t*> inputs;
-      for (int from = 0; from < core().size(); ++from) {
-        inputs.push_back(from == core().rank() ? own.data() : input(0, from).data());
-      }
-      sent_ = core().allocate(kHeaderBytes + own.size());
-      encode_header(spec(), 1, sent_->data);
-      reduce(spec().reduce_op, spec().dtype, inputs, own.size() / c10::elementSize(spec().dtype),
-             sent_->data + kHeaderBytes);
-      return core().send_to_all(number(), 1, sent_);
-    }
-    for (int from = 0; from < core().size(); ++from) {
-      copy_bytes(chunk(from).data(), from == core().rank()
-                                         ? std::span(sent_->data + kHeaderBytes, own.size())
-                                         : input(1, from));
-    }
-    if (work_.is_same(tensor_)) return;
-    const at::NoGradGuard no_grad;
-    tensor_.copy_(work_);
-  }
-
-  const at::Tensor tensor_;  // the caller's
-  at::Tensor work_;          // the same if that is contiguous
   base::BufferPtr sent_;
 };
 
@@ -377,26 +214,16 @@ bool can_reduce(ReduceOp op, c10::ScalarType dtype) {
 }
 
 std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline, int rank,
-                                          int size, const at::Tensor& tensor,
-                                          std::vector<at::Tensor> outputs) {
-  const bool is_rooted = size > kMostDirectRanks &&
-                         (spec.kind == OpKind::kBarrier || spec.kind == OpKind::kAllreduceDirect);
-  if (is_rooted) return std::make_shared<RootedAllreduce>(spec, deadline, rank, tensor);
-  switch (spec.kind) {
-    case OpKind::kBarrier:
-      return std::make_shared<Barrier>(spec, deadline);
-    case OpKind::kBroadcast:
-      return std::make_shared<Broadcast>(spec, deadline, tensor);
-    case OpKind::kAllgather:
-      return std::make_shared<Allgather>(spec, deadline, tensor, std::move(outputs));
-    case OpKind::kAllreduceDirect:
-      return std::make_shared<DirectAllreduce>(spec, deadline, tensor);
-    case OpKind::kAllreduceChunked:
-      return std::make_shared<ChunkedAllreduce>(spec, deadline, tensor);
-    default:
-      break;
+                                          int size, const Hosts& hosts, const at::Tensor& tensor) {
+  if (spec.kind == OpKind::kAllreduceChunked || spec.kind == OpKind::kAllreduceOverHosts) {
+    return make_chunked_allreduce(spec, deadline, rank, size, hosts, tensor);
   }
-  throw base::Exception(base::ErrorKind::kInternal, "no operation of this kind");
+  if (size > kMostDirectRanks)
+    return std::make_shared<RootedAllreduce>(spec, deadline, rank, tensor);
+  const auto ranks = static_cast<size_t>(size);
+  return make_exchange(
+      spec, deadline, rank,
+      {.sends = Tensors(ranks, tensor), .outputs = Tensors(ranks), .result = tensor});
 }
 
 }  // namespace distrain::collective

@@ -29,18 +29,18 @@ namespace distrain::collective {
 //
 // Chunked allreduce: in step 1, chunk j of n goes to rank j, which reduces its n inputs; in step 2,
 // rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
-// A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order.
+// A ring sends as little, but takes 2(n-1) hops and cannot reduce in rank order. (chunked.cpp)
 //
 // Allreduce over hosts, of large tensors, if each of several hosts has the same number of ranks,
 // more than one: in step 1, the ranks of each host reduce a chunk each, as in the chunked
 // allreduce; in steps 2 and 3, the ranks with the same chunk do the same over the hosts; in step 4,
 // each rank sends its chunk to the ranks of its host. With h hosts, a host sends 2B(h-1)/h to
-// others, where the chunked allreduce sends n/h times as much. (over_hosts.cpp)
+// others, where the chunked allreduce sends n/h times as much. (chunked.cpp)
 //
 // Reduce-scatter and all-to-all: each rank sends each other rank its part. n(n-1) messages, one
 // hop; a rank sends B(n-1)/n: minimal. Reduce, gather, scatter: as the broadcast, the ranks
 // exchange messages with the root only, and the direction without data has headers. 2(n-1)
-// messages. (exchange.cpp)
+// messages. These, and all above up to the direct allreduce, are one class. (exchange.cpp)
 //
 // If all ranks are on one host, allreduces of up to SharedSpace::kSlotBytes and barriers use
 // shared memory instead: Note [Collectives in shared memory] in shared_space.h.
@@ -56,26 +56,27 @@ inline constexpr size_t kDirectBytes = size_t{16} << 10;
 inline constexpr size_t kDirectBytesOfTwo = size_t{64} << 10;
 inline constexpr int kMostDirectRanks = 8;
 
-/// Creates the operation of `spec.kind` for rank `rank` of a group of `size` ranks. `outputs` is
-/// for an allgather: one for each rank, of the size of `tensor`. A barrier has no tensor.
+using Tensors = std::vector<at::Tensor>;
+
+/// The group ranks on each host. Empty if the hosts have different numbers of ranks, or if there is
+/// only one host or one rank on each.
+using Hosts = std::vector<std::vector<int>>;
+Hosts find_hosts(const rpc::Channel& channel, const Core& core);
+
+/// Creates the allreduce or barrier of `spec.kind` for rank `rank` of a group of `size` ranks,
+/// unless it is in shared memory. A barrier has no tensor.
 std::shared_ptr<Operation> make_operation(const OpSpec& spec, base::TimePoint deadline, int rank,
-                                          int size, const at::Tensor& tensor,
-                                          std::vector<at::Tensor> outputs);
+                                          int size, const Hosts& hosts, const at::Tensor& tensor);
+/// Creates an allreduce of kind kAllreduceChunked, or kAllreduceOverHosts if there are `hosts`.
+std::shared_ptr<Operation> make_chunked_allreduce(const OpSpec& spec, base::TimePoint deadline,
+                                                  int rank, int size, const Hosts& hosts,
+                                                  const at::Tensor& tensor);
 
 /// Creates the operation of one of the three kinds in shared memory. `is_direct`: each rank reduces
 /// the whole tensor itself.
 std::shared_ptr<Operation> make_shared_operation(const OpSpec& spec, base::TimePoint deadline,
                                                  std::shared_ptr<SharedSpace> space, bool is_direct,
                                                  const at::Tensor& tensor);
-
-/// The group ranks on each host. Empty if the hosts have different numbers of ranks, or if there is
-/// only one host or one rank on each.
-using Hosts = std::vector<std::vector<int>>;
-Hosts find_hosts(const rpc::Channel& channel, const Core& core);
-/// Creates an allreduce of kind kAllreduceOverHosts.
-std::shared_ptr<Operation> make_allreduce_over_hosts(const OpSpec& spec, base::TimePoint deadline,
-                                                     const Hosts& hosts, int rank,
-                                                     const at::Tensor& tensor);
 
 inline uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<uint8_t*>(tensor.data_ptr());
@@ -97,8 +98,7 @@ ByteRange chunk_of(const OpSpec& spec, int index, int count);
 void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
             size_t count, uint8_t* out);
 
-/// Return the header, and the tensor behind the header, in one buffer.
-base::BufferPtr header_only(Core& core, const OpSpec& spec);
+/// Returns the header and, if it is defined, the tensor behind the header in one buffer.
 base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor);
 
 /// Copies `data`, the elements in row-major order, into a tensor of any strides.

@@ -222,10 +222,11 @@ class Backend final : public c10d::Backend {
 
  private:
   Pending issue(const OpSpec& spec, std::chrono::milliseconds timeout, uint32_t sequence,
-                const at::Tensor& tensor = {}, std::vector<at::Tensor> outputs = {});
+                const at::Tensor& tensor = {});
   std::shared_ptr<Operation> make_in_shared_memory(OpSpec spec, base::TimePoint deadline,
                                                    uint32_t sequence, const at::Tensor& tensor);
-  Pending exchange(OpSpec spec, ExchangePlan plan, std::chrono::milliseconds timeout);
+  Pending exchange(OpSpec spec, ExchangePlan plan, std::chrono::milliseconds timeout,
+                   uint32_t sequence = 0);
   Pending transfer(bool sends, const at::Tensor& tensor, int peer, int tag,
                    std::chrono::milliseconds timeout);
   base::TimePoint deadline(std::chrono::milliseconds timeout) const;
