@@ -4,6 +4,7 @@
 
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/error.h"
+#include "distrain/wire/frame.h"
 
 namespace distrain::collective {
 
@@ -86,7 +87,8 @@ std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
   auto taken = early_.extract(number);
   if (!taken) return {};
   for (const auto& message : taken.mapped()) {
-    peers_[static_cast<size_t>(group_rank(message.from))].early_bytes -= message.payload.size();
+    peers_[static_cast<size_t>(group_rank(message.from))].early_bytes[is_transfer(number)] -=
+        wire::kHeaderBytes + message.payload.size();
   }
   return std::move(taken.mapped());
 }
@@ -123,6 +125,7 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence,
       }
     } catch (...) {
       error = rpc::error_in_flight(ErrorKind::kInternal);
+      operation->has_started_ = false;  // so that the other ranks are told
     }
     lock.lock();
   }
@@ -233,7 +236,8 @@ void Core::on_message(rpc::ChannelMessage message) {
   {
     std::lock_guard lock(mutex_);
     Peer& peer = peers_[static_cast<size_t>(from)];
-    const uint64_t bytes = message.payload.size();
+    const uint64_t bytes = wire::kHeaderBytes + message.payload.size();
+    uint64_t& early_bytes = peer.early_bytes[is_transfer(message.tag.b)];
     const auto refuse = [&](ErrorKind kind, std::string why) {
       failure = Error{kind, std::move(why), message.from};
       if (!failure_) failure_ = failure;
@@ -253,15 +257,15 @@ void Core::on_message(rpc::ChannelMessage message) {
     } else if (is_transfer(message.tag.b) && !to_own_number_locked(from, message.tag)) {
       refuse(ErrorKind::kOverloaded,
              fmt::format("rank {} sends and receives with too many tags", message.from));
-    } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
-               peer.early_bytes + bytes > 2 * window()) {
+    } else if (is_early_locked(message.tag.b) && early_bytes > 0 &&
+               early_bytes + bytes > 2 * (is_transfer(message.tag.b) ? kWindow : window())) {
       refuse(ErrorKind::kOverloaded,
              fmt::format("rank {} has sent too much for operations that rank {} has not begun",
                          message.from, world_rank(rank_)));
     } else {
       on_answer_locked(peer, message.tag.b);
       if (is_early_locked(message.tag.b)) {
-        peer.early_bytes += bytes;
+        early_bytes += bytes;
         early_[message.tag.b].push_back(std::move(message));
         return;
       }
@@ -309,7 +313,9 @@ Error Core::closed_error(int from, const Operation& operation) const {
 // Waits for room in all peers' windows. Returns false if the operation fails or expires first.
 bool Core::await_room(Operation& operation) {
   if (operation.is_shared() || is_transfer(operation.number_)) return true;
-  const auto bytes_to = [&](int to) { return kHeaderBytes + operation.sent_bytes(to); };
+  const auto bytes_to = [&](int to) {
+    return wire::kHeaderBytes + kHeaderBytes + operation.sent_bytes(to);
+  };
   const auto has_room = [&] {
     for (int to = 0; to < size(); ++to) {
       const Peer& peer = peers_[static_cast<size_t>(to)];

@@ -54,7 +54,8 @@ constexpr bool is_transfer(uint64_t number) {
 // the new one have at most kWindow / (n - 1) bytes. So early messages on a rank take at most
 // kWindow bytes or, if that is more, one operation of each peer. The slowest rank never waits,
 // because the other ranks' answers have already come. If a peer's early messages exceed twice its
-// share, which leaves room for refusals, the group fails with `overloaded`.
+// share, which leaves room for refusals, the group fails with `overloaded`. Transfers are not in
+// the window, so a peer has twice kWindow for the headers of its early recvs.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
 /// The operation number in the last message of a rank that closes the group.
@@ -187,7 +188,7 @@ class Core : public std::enable_shared_from_this<Core> {
   struct Peer {
     std::map<uint64_t, uint64_t> unanswered;  // operation number -> bytes
     uint64_t unanswered_bytes = 0;
-    uint64_t early_bytes = 0;  // bytes of the peer's messages in `early_`
+    std::array<uint64_t, 2> early_bytes{};  // of the peer's collectives and transfers in `early_`
     bool closed = false;
     bool has_answered = false;  // the offer of shared memory
   };

@@ -122,8 +122,8 @@ void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
     // The other ranks of a shared operation have sent this rank nothing, so nor has this rank.
     const auto theirs = decode_header(message.payload);
     const bool is_refusal = theirs && theirs->kind == OpKind::kRefusal;
-    is_told_ = is_refusal;
     if (is_shared() && !is_refusal) core_->answer_locked(number_, spec_, from, *error);
+    is_told_ = true;
     return fail_locked(std::move(*error));
   }
   const auto step = static_cast<int>(message.tag.c);
@@ -146,7 +146,7 @@ void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
   on_end_locked();
-  if (error_ && tells_others()) core_->relay_locked(number_, *error_);
+  if (error_ && (tells_others() || !has_started_)) core_->relay_locked(number_, *error_);
   if (traced_from_ == 0) return;
   base::Tracer& tracer = *core_->tracer();
   const auto rank = static_cast<uint64_t>(core_->world_rank(core_->rank()));

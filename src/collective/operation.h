@@ -91,7 +91,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Returns the error of a rank whose header differs from this operation.
   std::optional<base::Error> mismatch(int from, const OpSpec& theirs) const;
   bool lacks_any(int step) const;
-  /// Returns the operation's error, and whether a refusal of another rank is its cause.
+  /// Returns the operation's error, and whether the other ranks have been told that it fails.
   const std::optional<base::Error>& error_locked() const { return error_; }
   bool is_told_locked() const { return is_told_; }
   int step_locked() const { return step_; }
@@ -161,7 +161,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0: missing
   std::optional<base::Error> failure_;      // first error while Starting or Running
   std::optional<base::Error> error_;
-  bool is_told_ = false;  // a refusal of another rank is the cause of the failure
+  bool is_told_ = false;     // another rank has refused the operation, or has been answered
+  bool has_started_ = true;  // start() has not thrown
   std::condition_variable changed_;
 };
 

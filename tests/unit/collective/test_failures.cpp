@@ -1,6 +1,9 @@
+#include <numeric>
+
 #include <ATen/ATen.h>
 
-#include "../src/collective/message.h"
+#include "../src/collective/core.h"
+#include "distrain/wire/frame.h"
 #include "support/catch.h"
 #include "unit/collective/test_group.h"
 
@@ -346,6 +349,62 @@ TEST_CASE("a rank that sends too much for operations that have not begun is over
   const base::Error error = thrown_by([&] { pending.wait(); });
   CHECK(error.kind == ErrorKind::kOverloaded);
   CHECK(error.rank == 1);
+}
+
+TEST_CASE("a rank that sends too many messages without a payload is overloaded") {
+  constexpr int kRanks = 128;  // among which the window of a group is small
+  FakeNetwork network(kRanks);
+  base::ThreadPool pool({.name = "test"});
+  std::vector<int> ranks(kRanks);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto backend =
+      c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, ranks});
+  const auto pending = backend->broadcast(at::ones({1}), 1, milliseconds(20000));
+  constexpr uint64_t kMessages = 2 * collective::kWindow / wire::kHeaderBytes / (kRanks - 1);
+  for (uint64_t number = 1; number <= kMessages + 1; ++number) {
+    network.channel(1).send(0, {1, number, 0}, {}, nullptr);
+  }
+  const base::Error error = thrown_by([&] { pending.wait(); });
+  CHECK(error.kind == ErrorKind::kOverloaded);
+  CHECK(error.rank == 1);
+}
+
+TEST_CASE("a rank whose operation cannot begin tells the others") {
+  // Fails the next send.
+  struct FailingChannel final : rpc::Channel {
+    explicit FailingChannel(rpc::Channel& its_channel) : channel(its_channel) {}
+    int rank() const override { return channel.rank(); }
+    int world_size() const override { return channel.world_size(); }
+    void set_handler(Handler handler) override { channel.set_handler(std::move(handler)); }
+    void send(int to, const rpc::ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
+              std::shared_ptr<const void> keep_alive,
+              std::shared_ptr<const net::Fd> descriptor) override {
+      if (fails.exchange(false)) throw base::Exception(ErrorKind::kResources, "no memory");
+      channel.send(to, tag, pieces, std::move(keep_alive), std::move(descriptor));
+    }
+    rpc::Channel& channel;
+    std::atomic<bool> fails = false;
+  };
+  const bool is_recv = GENERATE(true, false);
+  FakeNetwork network(2);
+  FailingChannel channel(network.channel(0));
+  base::ThreadPool pool({.name = "test"});
+  const collective::Group group{1, {0, 1}};
+  const Backend::Settings settings{.timeout = milliseconds(20000), .shared_memory = false};
+  const auto failing = c10::make_intrusive<Backend>(channel, pool, group, settings);
+  const auto other = c10::make_intrusive<Backend>(network.channel(1), pool, group, settings);
+  const at::Tensor x = at::ones({5});
+  const auto begin = [&](Backend& backend) {
+    if (!is_recv) return backend.broadcast(x);
+    return &backend == other.get() ? backend.send(x, 0) : backend.recv(x, 1);
+  };
+  channel.fails = true;
+  const auto first = begin(*failing), second = begin(*other);
+  for (const auto& pending : {first, second}) {
+    const base::Error error = thrown_by([&] { pending.wait(); });
+    CHECK(error.kind == ErrorKind::kResources);
+  }
+  CHECK(thrown_by([&] { second.wait(); }).rank == 0);
 }
 
 TEST_CASE("malformed messages fail the operation") {

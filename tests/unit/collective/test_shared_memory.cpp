@@ -48,14 +48,15 @@ void check_slots(TestGroup& group) {
 
 // Plays rank 1 of two, which does not keep the rules.
 struct Rogue {
-  Rogue() {
+  explicit Rogue(base::Executor* executor = nullptr) {
     network.channel(1).set_handler({.on_message = [this](rpc::ChannelMessage message) {
       std::lock_guard lock(mutex);
       if (message.descriptor) descriptor = message.descriptor;
       steps.push_back(message.tag);
       changed.notify_all();
     }});
-    backend = c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}},
+    backend = c10::make_intrusive<Backend>(network.channel(0), executor ? *executor : pool,
+                                           collective::Group{1, {0, 1}},
                                            Backend::Settings{.timeout = kPatient});
   }
   ~Rogue() {
@@ -374,4 +375,34 @@ TEST_CASE("the wait for an agreement about shared memory ends with the group") {
   other.join();
   CHECK(error.kind == ErrorKind::kPeerLost);
   CHECK(error.rank == 1);
+}
+
+TEST_CASE("a rank that has called another operation gets the header of the call, not its error") {
+  // Keeps its tasks, because threads may run them in any order.
+  struct Keeper final : base::Executor {
+    void post(base::Task task) override {
+      std::lock_guard lock(mutex);
+      tasks.push_back(std::move(task));
+    }
+    std::mutex mutex;
+    std::vector<base::Task> tasks;
+  } keeper;
+  Rogue rogue(&keeper);
+  uint8_t header[collective::kHeaderBytes];
+  collective::encode_header({.kind = collective::OpKind::kAllToAll, .dtype = at::kFloat}, 0,
+                            header);
+  const std::span<const uint8_t> piece(header);
+  rogue.network.channel(1).send(0, {1, 0, 0}, std::span(&piece, 1), nullptr);
+  const auto space = rogue.accept();
+  const base::Error error = thrown_by([&] { rogue.backend->allreduce(at::ones({5})).wait(); });
+  CHECK(error.kind == ErrorKind::kInvalid);
+  CHECK(error.rank == 1);
+  for (base::Task& task : keeper.tasks) task();
+  rogue.backend->shutdown();
+  std::unique_lock lock(rogue.mutex);
+  const auto received = [&](uint64_t number) {
+    return std::ranges::count(rogue.steps, number, &rpc::ChannelTag::b);
+  };
+  rogue.changed.wait(lock, [&] { return received(collective::kClosed) > 0; });
+  CHECK(received(0) == 1);
 }

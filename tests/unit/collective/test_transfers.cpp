@@ -1,4 +1,6 @@
 // Tests send() and recv().
+#include <numeric>
+
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -240,4 +242,30 @@ TEST_CASE("malformed messages of transfers fail the transfer or the group") {
     CHECK((error.kind == ErrorKind::kProtocol || error.kind == ErrorKind::kInvalid));
     CHECK(error.rank == 1);
   }
+}
+
+TEST_CASE("many recvs that begin before their sends do not overload the sender") {
+  constexpr int kRanks = 128;                    // among which the window of a group is small
+  uint8_t headers[2][collective::kHeaderBytes];  // the network may read it until it is destroyed
+  FakeNetwork network(kRanks);
+  base::ThreadPool pool({.name = "test"});
+  std::vector<int> ranks(kRanks);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto backend =
+      c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, ranks});
+  const at::Tensor x = at::ones({5});
+  const uint64_t first = collective::first_number(collective::kTransfers);
+  const auto begin_recv = [&](uint32_t tag, uint64_t number) {
+    const std::span<const uint8_t> piece(headers[tag]);
+    network.channel(1).send(0, {1, first + number, uint64_t{tag} << 32}, std::span(&piece, 1), {});
+  };
+  for (uint32_t tag : {0, 1}) {
+    collective::encode_header(
+        {.kind = collective::OpKind::kTransfer, .dtype = at::kFloat, .root = tag, .bytes = 20}, 0,
+        headers[tag]);
+  }
+  constexpr uint64_t kRecvs = 2 * collective::kWindow / collective::kHeaderBytes / (kRanks - 1);
+  for (uint64_t number = 0; number <= kRecvs; ++number) begin_recv(0, number);
+  begin_recv(1, 0);
+  for (const int tag : {1, 0}) backend->send(x, 1, tag).wait();
 }
