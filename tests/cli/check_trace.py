@@ -1,7 +1,7 @@
 """check_trace.py FILE RANKS NAME...: checks that FILE follows the rules of the Trace Event Format.
 
 Prints problems, one per line, and exits with 1 if there are any. RANKS: the required number of processes. NAME: a
-required slice or asynchronous event, `name@rank` for an event of that rank.
+required slice or asynchronous event, `name@rank` for an event of that rank, `outer > name@rank` for a slice in another.
 """
 import bisect
 import json
@@ -146,6 +146,9 @@ def main(path, ranks, names):
         for time, event in ends.values():
             if not any(True for _ in around[event["pid"], event["tid"]](time)):
                 wrong("a flow's end outside of any slice", event)
+    for key, slices in threads.items():
+        for start, _, event in slices:
+            seen.update(f"{outer['name']} > {event['name']}@{event['pid']}" for outer in around[key](start))
     check_arrows(flows, threads, around)
     for key, pair in asyncs.items():
         if [phase for _, phase in sorted(pair)] != ["b", "e"]:

@@ -57,7 +57,8 @@ case_pipeline_and_rl() {
   run "${pipeline[@]}" --local --trace "$trace"
   expect_trace "pipeline --local" 1 data forward loss backward update
   run rl --observers 2 --threshold 10 --trace "$trace"
-  expect_trace rl 3 episode@1 environment@2 forward@0 backward@0 update@0 Observer.run_episode@1 PolicyAgent.select_actions@0 "call PolicyAgent.select_actions@2"
+  expect_trace rl 3 episode@1 environment@2 forward@0 backward@0 update@0 Observer.run_episode@1 PolicyAgent.select_actions@0 \
+    "call PolicyAgent.select_actions@2" "episode > call PolicyAgent.report_rewards@2"
 
   run rl --local --threshold 10 --trace "$trace"
   expect_trace "rl --local" 1 episode environment forward backward update

@@ -64,7 +64,6 @@ Observation CartPole::observation() const {
 
 EnvironmentStates Environments::play(
     int64_t episode, const std::function<Actions(const EnvironmentStates&)>& select) {
-  const base::TraceScope whole("episode", "episode", episode);
   EnvironmentStates running, over;
   for (uint32_t e = 0; e < environments_.size(); ++e) {
     const base::Random random({seed_, e, static_cast<uint64_t>(episode)});

@@ -17,6 +17,7 @@
 
 #include "rl.h"
 
+#include "distrain/base/trace.h"
 #include "distrain/rpc/batcher.h"
 
 namespace distrain::scenario {
@@ -54,6 +55,7 @@ class Observer {
       : agent_(std::move(agent)), environments_(seed, environments, max_steps) {}
 
   void run_episode(int64_t episode) {
+    const base::TraceScope scope("episode", "episode", episode);
     const auto ends = environments_.play(episode, [this](const EnvironmentStates& states) {
       return agent_.rpc_sync<&PolicyAgent::select_actions>(states);
     });
@@ -124,6 +126,7 @@ void train_rl_local(job::SingleProcess& local, const RlOptions& options) {
   train(training, learner, local, [&](int64_t episode) {
     // Observers may play in turn: an action does not depend on other requests to one choose().
     for (int o = 0; o < options.observers; ++o) {
+      const base::TraceScope scope("episode", "episode", episode);
       Environments& environments = observers[static_cast<size_t>(o)];
       learner.report(o, environments.play(episode, [&](const EnvironmentStates& states) {
         return learner.choose({{o, states}}).at(0);
@@ -143,6 +146,7 @@ void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   Environments environment(options.seed, 1, options.max_steps);  // training uses seed + rank
   double total = 0;
   for (int64_t episode = 1; episode <= episodes; ++episode) {
+    const base::TraceScope scope("episode", "episode", episode);
     double reward = 0;
     int64_t steps = 0;
     const auto ends = environment.play(episode, [&](const EnvironmentStates& states) {
