@@ -40,28 +40,30 @@ struct RowPointers {
   uint32_t* updates;  // null if rows have no counts
 };
 
-template <class T>
 struct KernelFunctions {
-  void (*update)(const UpdateConstants<T>&, const GroupedGradients<T>&, const RowPointers<T>* rows,
-                 size_t count);
+  template <class T>
+  using Update = void (*)(const UpdateConstants<T>&, const GroupedGradients<T>&,
+                          const RowPointers<T>* rows, size_t count);
+  Update<float> update;
+  Update<double> update_doubles;
   /// Adds the squares of the gradients of `count` rows.
-  double (*norm_squared)(const GroupedGradients<T>&, size_t count);
+  double (*norm_squared)(const GroupedGradients<float>&, size_t count);
   /// Writes the sums of the gradients of `count` rows: see sum_gradients().
-  void (*sums)(const GroupedGradients<T>&, const uint32_t* place_of, T* sums, size_t count);
+  void (*sums)(const GroupedGradients<float>&, const uint32_t* place_of, float* sums, size_t count);
   /// Pools the bags `first` to `last` - 1: bag b has the positions offsets[b] to offsets[b + 1]
   /// - 1.
-  void (*pool)(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t stride,
-               bool mean, T* pooled, size_t first, size_t last);
+  void (*pool)(const Gradients<float>& terms, const int64_t* offsets, size_t dim, size_t stride,
+               bool mean, float* pooled, size_t first, size_t last);
 };
 
-#define DISTRAIN_DECLARE_KERNELS(isa)            \
-  namespace isa {                                \
-  extern const KernelFunctions<float> kFloats;   \
-  extern const KernelFunctions<double> kDoubles; \
-  }
-DISTRAIN_DECLARE_KERNELS(baseline)
-DISTRAIN_DECLARE_KERNELS(avx2)
-DISTRAIN_DECLARE_KERNELS(avx512)
-#undef DISTRAIN_DECLARE_KERNELS
+namespace baseline {
+extern const KernelFunctions kFunctions;
+}
+namespace avx2 {
+extern const KernelFunctions kFunctions;
+}
+namespace avx512 {
+extern const KernelFunctions kFunctions;
+}
 
 }  // namespace distrain::rows

@@ -43,21 +43,21 @@ UpdateConstants<T> constants_of(const RowRule& rule, const Step& step) {
           .shrink = static_cast<T>(adam_w ? 1 - step.lr * rule.weight_decay : 1)};
 }
 
-template <class T>
-const KernelFunctions<T>& functions_of(Isa isa) {
-  const auto of = [](const KernelFunctions<float>& floats,
-                     const KernelFunctions<double>& doubles) -> const KernelFunctions<T>& {
-    if constexpr (std::is_same_v<T, float>)
-      return floats;
-    else
-      return doubles;
-  };
+const KernelFunctions& functions_of(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return of(avx512::kFloats, avx512::kDoubles);
-  if (isa == Isa::kAvx2) return of(avx2::kFloats, avx2::kDoubles);
+  if (isa == Isa::kAvx512) return avx512::kFunctions;
+  if (isa == Isa::kAvx2) return avx2::kFunctions;
 #endif
   static_cast<void>(isa);
-  return of(baseline::kFloats, baseline::kDoubles);
+  return baseline::kFunctions;
+}
+
+template <class T>
+KernelFunctions::Update<T> update_of(Isa isa) {
+  if constexpr (std::is_same_v<T, double>)
+    return functions_of(isa).update_doubles;
+  else
+    return functions_of(isa).update;
 }
 
 }  // namespace
@@ -126,7 +126,7 @@ void update_rows(RowStore& store, const RowRule& rule, const Step& step, const I
   const size_t dim = store.options().dim;
   const size_t block_bytes = store.block_bytes();
   const UpdateConstants<float> constants = constants_of<float>(rule, step);
-  const auto& update = functions_of<float>(isa).update;
+  const auto update = functions_of(isa).update;
   thread_local std::vector<float> buffer;  // kept for its memory
   buffer.resize(dim);
   std::array<RowPointers<float>, kBatch> rows;
@@ -156,7 +156,7 @@ void update_arrays(const RowArrays<T>& arrays, size_t dim, const RowRule& rule, 
                    const IdGroups& groups, const Gradients<T>& gradients, size_t first, size_t last,
                    Isa isa) {
   const UpdateConstants<T> constants = constants_of<T>(rule, step);
-  const auto& update = functions_of<T>(isa).update;
+  const auto update = update_of<T>(isa);
   const size_t states = state_vectors(rule);
   std::vector<T> buffer(dim);
   std::array<RowPointers<T>, kBatch> rows;
@@ -189,7 +189,7 @@ void update_arrays(const RowArrays<T>& arrays, size_t dim, const RowRule& rule, 
 double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
                              size_t first, size_t last, Isa isa) {
   std::vector<float> buffer(dim);
-  return functions_of<float>(isa).norm_squared(
+  return functions_of(isa).norm_squared(
       {gradients, groups.starts().data() + first, groups.positions().data(), dim, buffer.data()},
       last - first);
 }
@@ -197,7 +197,7 @@ double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients
 void sum_gradients(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
                    std::span<const uint32_t> place_of, float* sums, size_t first, size_t last,
                    Isa isa) {
-  functions_of<float>(isa).sums(
+  functions_of(isa).sums(
       {gradients, groups.starts().data() + first, groups.positions().data(), dim, nullptr},
       place_of.data(), sums, last - first);
 }
@@ -206,8 +206,7 @@ void pool_rows(const float* values, size_t dim, size_t stride, std::span<const u
                const Bags& bags, float* pooled, size_t first, size_t last, Isa isa) {
   const Gradients<float> terms{values, row_of.data(),
                                bags.weights.empty() ? nullptr : bags.weights.data()};
-  functions_of<float>(isa).pool(terms, bags.offsets.data(), dim, stride, bags.mean, pooled, first,
-                                last);
+  functions_of(isa).pool(terms, bags.offsets.data(), dim, stride, bags.mean, pooled, first, last);
 }
 
 template void update_arrays(const RowArrays<float>&, size_t, const RowRule&, const Step&,

@@ -128,8 +128,7 @@ void update(const UpdateConstants<T>& constants, const GroupedGradients<T>& grou
   }
 }
 
-template <class T>
-double norm_squared(const GroupedGradients<T>& grouped, size_t count) {
+double norm_squared(const GroupedGradients<float>& grouped, size_t count) {
   double sum = 0;
   for (size_t row = 0; row < count; ++row) {
     sum += sum_of_squares(gradient_of(grouped, row), grouped.dim);
@@ -137,8 +136,8 @@ double norm_squared(const GroupedGradients<T>& grouped, size_t count) {
   return sum;
 }
 
-template <class T>
-void sums(const GroupedGradients<T>& grouped, const uint32_t* place_of, T* sums, size_t count) {
+void sums(const GroupedGradients<float>& grouped, const uint32_t* place_of, float* sums,
+          size_t count) {
   for (size_t row = 0; row < count; ++row) {
     const size_t start = grouped.starts[row];
     const uint32_t* positions = grouped.positions + start;
@@ -147,24 +146,20 @@ void sums(const GroupedGradients<T>& grouped, const uint32_t* place_of, T* sums,
   }
 }
 
-template <class T>
-void pool(const Gradients<T>& terms, const int64_t* offsets, size_t dim, size_t stride, bool mean,
-          T* pooled, size_t first, size_t last) {
+void pool(const Gradients<float>& terms, const int64_t* offsets, size_t dim, size_t stride,
+          bool mean, float* pooled, size_t first, size_t last) {
   for (size_t bag = first; bag < last; ++bag) {
     const auto start = static_cast<size_t>(offsets[bag]);
     const auto count = static_cast<size_t>(offsets[bag + 1]) - start;
-    T* __restrict sum = pooled + bag * dim;
-    add_up<T>(terms, nullptr, start, count, dim, stride, sum);
+    float* __restrict sum = pooled + bag * dim;
+    add_up(terms, nullptr, start, count, dim, stride, sum);
     if (!mean || count < 2) continue;
-    for (size_t i = 0; i < dim; ++i) sum[i] /= static_cast<T>(count);
+    for (size_t i = 0; i < dim; ++i) sum[i] /= static_cast<float>(count);
   }
 }
 
 }  // namespace
 
-const KernelFunctions<float> kFloats = {&update<float>, &norm_squared<float>, &sums<float>,
-                                        &pool<float>};
-const KernelFunctions<double> kDoubles = {&update<double>, &norm_squared<double>, &sums<double>,
-                                          &pool<double>};
+const KernelFunctions kFunctions = {update<float>, update<double>, norm_squared, sums, pool};
 
 }  // namespace distrain::rows::DISTRAIN_ISA

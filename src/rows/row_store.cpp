@@ -199,61 +199,45 @@ RowNumber RowStore::create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
 // Looks ids up in batches. For each batch, three passes make the cache misses of its ids overlap:
 // prefetch the slots, then prefetch the rows that the slots name, then compare. If `values` is not
 // null, copies the values, too.
-template <bool kCreate, class Store>
-void RowStore::find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
-                        size_t first, size_t last, float* values) {
+void RowStore::read(const IdGroups& groups, std::span<RowNumber> numbers, bool creates,
+                    float* values, size_t first, size_t last) {
   const std::span<const uint64_t> ids = groups.ids();
   const std::span<const uint64_t> hashes = groups.hashes();
-  const size_t dim = store.options_.dim;
+  const size_t dim = options_.dim;
   const size_t needed_bytes = sizeof(Row) + (values ? dim * sizeof(float) : 0);
-  const auto stripe_at = [&](size_t i) -> auto& { return store.stripes_[stripe_of(hashes[i])]; };
+  const auto stripe_at = [&](size_t i) -> Stripe& { return stripes_[stripe_of(hashes[i])]; };
   for (size_t begin = first; begin < last;) {
     const size_t end_of_ids = end_of_range(hashes, begin, last);
-    const StripeLocks locks(store, stripe_of(hashes[begin]), stripe_of(hashes[end_of_ids - 1]));
+    const StripeLocks locks(*this, stripe_of(hashes[begin]), stripe_of(hashes[end_of_ids - 1]));
     while (begin < end_of_ids) {
       const size_t end = std::min(begin + kLookupBatch, end_of_ids);
       for (size_t i = begin; i < end; ++i) {
-        const auto& stripe = stripe_at(i);
+        const Stripe& stripe = stripe_at(i);
         if (!stripe.index.empty()) __builtin_prefetch(&stripe.index[home_of(stripe, hashes[i])]);
       }
       for (size_t i = begin; i < end; ++i) {
-        const auto& stripe = stripe_at(i);
+        const Stripe& stripe = stripe_at(i);
         const uint32_t slot = stripe.index.empty() ? 0 : stripe.index[home_of(stripe, hashes[i])];
         if (slot == 0) continue;
-        const auto* row = reinterpret_cast<const char*>(store.row(stripe, (slot >> kTagBits) - 1));
-        for (size_t at = 0; at < needed_bytes; at += 64) __builtin_prefetch(row + at);
-        __builtin_prefetch(row + needed_bytes - 1);
+        const auto* its_row = reinterpret_cast<const char*>(row(stripe, (slot >> kTagBits) - 1));
+        for (size_t at = 0; at < needed_bytes; at += 64) __builtin_prefetch(its_row + at);
+        __builtin_prefetch(its_row + needed_bytes - 1);
       }
       for (size_t i = begin; i < end; ++i) {
-        auto& stripe = stripe_at(i);
-        numbers[i] = store.find_locked(stripe, ids[i], hashes[i]);
-        if constexpr (kCreate) {
-          if (numbers[i] == kNoRow) {
-            numbers[i] = store.create_locked(stripe, ids[i], hashes[i], nullptr);
-          }
+        Stripe& stripe = stripe_at(i);
+        numbers[i] = find_locked(stripe, ids[i], hashes[i]);
+        if (creates && numbers[i] == kNoRow) {
+          numbers[i] = create_locked(stripe, ids[i], hashes[i], nullptr);
         }
         if (!values) continue;
         if (numbers[i] == kNoRow) {
-          store.options_.initial_value(ids[i], {values + i * dim, dim});
+          options_.initial_value(ids[i], {values + i * dim, dim});
         } else {
-          std::copy_n(store.row(stripe, numbers[i])->value(), dim, values + i * dim);
+          std::copy_n(row(stripe, numbers[i])->value(), dim, values + i * dim);
         }
       }
       begin = end;
     }
-  }
-}
-
-void RowStore::find(const IdGroups& groups, std::span<RowNumber> numbers) const {
-  find_all<false>(*this, groups, numbers, 0, groups.size(), nullptr);
-}
-
-void RowStore::read(const IdGroups& groups, std::span<RowNumber> numbers, bool creates,
-                    float* values, size_t first, size_t last) {
-  if (creates) {
-    find_all<true>(*this, groups, numbers, first, last, values);
-  } else {
-    find_all<false>(*this, groups, numbers, first, last, values);
   }
 }
 

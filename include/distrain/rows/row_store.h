@@ -79,7 +79,9 @@ class RowStore {
 
   /// Writes the row number of the i-th id of `groups` to numbers[i]: kNoRow for an id without a
   /// row.
-  void find(const IdGroups& groups, std::span<RowNumber> numbers) const;
+  void find(const IdGroups& groups, std::span<RowNumber> numbers) {
+    read(groups, numbers, /*creates=*/false, nullptr, 0, groups.size());
+  }
   /// Writes the row numbers of the ids `first` to `last` - 1 as find() does. If `creates`, creates
   /// missing rows before; throws `resources` if a row would exceed max_rows or there is no memory;
   /// rows created until then stay. Unless `values` is null, copies the value of the i-th id to
@@ -148,9 +150,6 @@ class RowStore {
     return (hash << kStripeBits) >> (64 - stripe.index_bits);
   }
   RowNumber find_locked(const Stripe& stripe, uint64_t id, uint64_t hash) const;
-  template <bool kCreate, class Store>
-  static void find_all(Store& store, const IdGroups& groups, std::span<RowNumber> numbers,
-                       size_t first, size_t last, float* values);
   RowNumber create_locked(Stripe& stripe, uint64_t id, uint64_t hash,
                           const std::function<void(Row&)>& fill);
   void grow_index_locked(Stripe& stripe);

@@ -334,6 +334,29 @@ TEST_CASE("the norm adds the gradients of an id first and shows NaN") {
   CHECK_FALSE(std::isfinite(norm()));
 }
 
+TEST_CASE("the gradients of each id are summed, with and without weights") {
+  constexpr size_t kDim = 19;
+  const Push<float> push(kDim, 3);
+  const IdGroups groups(push.ids);
+  std::vector<uint32_t> place_of = groups.inverse();
+  for (uint32_t& place : place_of) place *= kDim;
+  for (const auto& [weighted, mean] : kKindsOfBags) {
+    const BagGradients gradients(push.bags(weighted, mean));
+    const auto sums = [&](Isa isa) {
+      std::vector<float> result(groups.size() * kDim, NAN);
+      sum_gradients(kDim, groups, gradients.of(push.values.data()), place_of, result.data(), 0,
+                    groups.size(), isa);
+      return result;
+    };
+    const std::vector<float> baseline = sums(Isa::kBaseline);
+    const auto expected = push.gradients(weighted, mean);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      CHECK(largest_difference(baseline.data() + i * kDim, expected.at(groups.ids()[i])) < 1e-5);
+    }
+    for (const Isa isa : isas()) CHECK(same_bits(sums(isa), baseline));
+  }
+}
+
 TEST_CASE("bags are pooled as sums, means and weighted sums, and empty bags are zeros") {
   for (const size_t dim : {1, 16, 37, 64, 200}) {
     RowStore store({.dim = dim, .initial_value = keyed_normal(1, 1)});
