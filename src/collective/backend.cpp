@@ -125,8 +125,7 @@ void Backend::shutdown() { core_->close(); }
 c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
   // Check all tensors first: if only part of the list started, the ranks would get out of step.
-  for (const at::Tensor& tensor : tensors)
-    check_reduction("allreduce", tensor, options.reduceOp.op_);
+  for (const at::Tensor& each : tensors) check_reduction("allreduce", each, options.reduceOp.op_);
   std::vector<Pending> operations;
   for (const at::Tensor& tensor : tensors) {
     operations.push_back(allreduce(tensor, options.reduceOp.op_, options.timeout));

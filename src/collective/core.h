@@ -115,10 +115,6 @@ class Core : public std::enable_shared_from_this<Core> {
   void look_later();
   /// Tells the other ranks, or the peer of a transfer, why operation `number` has failed here.
   void relay_locked(uint64_t number, const base::Error& error);
-  void relay(uint64_t number, const base::Error& error) {
-    std::lock_guard lock(mutex_);
-    relay_locked(number, error);
-  }
   /// Sends the header of a shared operation to group rank `from`, which has called another one, and
   /// `error` to the others.
   void answer_locked(uint64_t number, const OpSpec& spec, int from, const base::Error& error);
@@ -213,6 +209,9 @@ class Core : public std::enable_shared_from_this<Core> {
   void send_control(int to, uint64_t number, int step,
                     std::shared_ptr<const net::Fd> descriptor = {});
   void post_control(std::vector<int> to, uint64_t number, int step);
+  void set_space_locked(base::Result<std::shared_ptr<net::SharedMemory>> memory) {
+    if (memory.ok()) space_ = std::make_shared<SharedSpace>(memory.value(), rank_, size());
+  }
   /// Offers the memory to the other ranks, on rank 0, or tells them that there is none.
   void offer_sharing();
   /// Handles a step of the agreement. Returns the error of a wrong message.

@@ -61,8 +61,7 @@ void Core::offer_sharing() {
     std::lock_guard lock(mutex_);
     if (failure_) return;
     if (sharing_ == Sharing::kUndecided && channel_.shares_memory()) {
-      auto space = SharedSpace::create(size(), *descriptor);
-      if (space.ok()) space_ = std::move(space.value());
+      set_space_locked(net::SharedMemory::create(SharedSpace::bytes_for(size()), *descriptor));
     }
     if (!space_) sharing_ = Sharing::kNo;
     step = static_cast<int>(space_ ? SharingStep::kOffer : SharingStep::kUseNone);
@@ -100,8 +99,8 @@ std::optional<Error> Core::on_sharing_locked(int from, const rpc::ChannelMessage
   }
   if (from == 0 && step == SharingStep::kOffer && !space_) {
     if (message.descriptor && channel_.shares_memory()) {
-      auto space = SharedSpace::open(rank_, size(), *message.descriptor);
-      if (space.ok()) space_ = std::move(space.value());
+      set_space_locked(
+          net::SharedMemory::open(*message.descriptor, SharedSpace::bytes_for(size())));
     }
     const SharingStep answer = space_ ? SharingStep::kAccept : SharingStep::kDecline;
     post_control({0}, kSharing, static_cast<int>(answer));

@@ -37,6 +37,9 @@ class SharedOperation final : public Operation {
 
   bool is_shared() const override { return true; }
   bool is_awaited(int) const override { return true; }
+  // The other ranks wait for a rank that has not entered. A rank that does not reduce checks no
+  // header, so a reducer tells the others if headers differ.
+  bool tells_others() const override { return !has_entered_ ? !is_told_locked() : headers_differ_; }
   void watch(int step, bool begins) override {
     // In kEnter the marks belong to the operation before, whose waiters rely on messages.
     if (step == kEnter) return;
@@ -142,7 +145,7 @@ class SharedOperation final : public Operation {
   }
 
   // Checks the header of group rank `from`, and returns its tensor in the shared memory.
-  uint8_t* input_of(int from) const {
+  uint8_t* input_of(int from) {
     const auto theirs = decode_header(space_->header_of(slot_, from));
     auto error = theirs ? mismatch(from, *theirs) : std::nullopt;
     uint8_t* const input =
@@ -154,8 +157,7 @@ class SharedOperation final : public Operation {
           core().world_rank(from), describe(spec())};
     }
     if (!error) return input;
-    // A rank that does not reduce checks no header.
-    if (!is_direct_ || space_->reducers() < core().size()) core().relay(number(), *error);
+    headers_differ_ = !is_direct_ || space_->reducers() < core().size();
     throw base::Exception(std::move(*error));
   }
 
@@ -189,9 +191,6 @@ class SharedOperation final : public Operation {
     look_if_waiting();
   }
   void on_end_locked() override {
-    if (error_locked() && !has_entered_ && !is_told_locked()) {
-      core().relay_locked(number(), *error_locked());  // the other ranks still wait for this rank
-    }
     if (error_locked() && has_entered_ && is_in_place() && tensor_.defined()) {
       core().keep_locked(slot_.index, mark_, tensor_);
     }
@@ -207,6 +206,7 @@ class SharedOperation final : public Operation {
   SlotUse previous_;  // the operation that this rank had in the slot before
   bool is_waiting_ = false;
   bool has_entered_ = false;
+  bool headers_differ_ = false;  // and other ranks may not know
   bool has_left_ = false;
 };
 

@@ -45,6 +45,8 @@ struct Layout {
 
 }  // namespace
 
+size_t SharedSpace::bytes_for(int size) { return Layout(static_cast<size_t>(size)).bytes; }
+
 SharedSpace::SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size)
     : memory_(std::move(memory)), rank_(rank), size_(static_cast<size_t>(size)) {
   const base::Cpus cpus = base::available_cpus();
@@ -65,19 +67,6 @@ void SharedSpace::agree_on_reducers() {
   int64_t all = 0;
   for (const auto& [key, count] : counts) all += count;
   reducers_ = static_cast<int>(std::clamp<int64_t>(all, 1, static_cast<int64_t>(size_)));
-}
-
-base::Result<std::shared_ptr<SharedSpace>> SharedSpace::create(int size, net::Fd& descriptor) {
-  auto memory = net::SharedMemory::create(Layout(static_cast<size_t>(size)).bytes, descriptor);
-  if (!memory.ok()) return memory.error();
-  return std::shared_ptr<SharedSpace>(new SharedSpace(std::move(memory.value()), 0, size));
-}
-
-base::Result<std::shared_ptr<SharedSpace>> SharedSpace::open(int rank, int size,
-                                                             const net::Fd& descriptor) {
-  auto memory = net::SharedMemory::open(descriptor, Layout(static_cast<size_t>(size)).bytes);
-  if (!memory.ok()) return memory.error();
-  return std::shared_ptr<SharedSpace>(new SharedSpace(std::move(memory.value()), rank, size));
 }
 
 SharedSpace::Slot SharedSpace::slot(uint32_t sequence, uint64_t number) const {

@@ -56,11 +56,10 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
   static constexpr uint64_t kSlots = 4;
   static constexpr size_t kSlotBytes = size_t{1} << 20;  ///< the largest tensor in a slot
 
-  /// Creates the memory for `size` ranks, and notes the CPUs of rank 0.
-  static base::Result<std::shared_ptr<SharedSpace>> create(int size, net::Fd& descriptor);
-  /// Maps the memory that rank 0 of the group has created, and notes the CPUs of `rank`.
-  static base::Result<std::shared_ptr<SharedSpace>> open(int rank, int size,
-                                                         const net::Fd& descriptor);
+  /// Returns the size of the memory for `size` ranks.
+  static size_t bytes_for(int size);
+  /// Uses `memory`, which rank 0 of the group has created, and notes the CPUs of `rank`.
+  SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size);
 
   using Mark = std::atomic<uint64_t>;
   static constexpr int kDone = 2;  ///< the phase after phases 0 and 1
@@ -97,8 +96,6 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
   uint8_t* at(int rank, uint64_t place, size_t bytes) const;
 
  private:
-  SharedSpace(std::shared_ptr<net::SharedMemory> memory, int rank, int size);
-
   /// The operations of this rank in a slot, in their order.
   struct SlotQueue {
     struct Running {

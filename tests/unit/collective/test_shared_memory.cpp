@@ -70,7 +70,8 @@ struct Rogue {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return descriptor != nullptr; });
     send(collective::kSharing, uint64_t(SharingStep::kAccept));
-    return SharedSpace::open(1, 2, *descriptor).value();
+    auto memory = net::SharedMemory::open(*descriptor, SharedSpace::bytes_for(2)).value();
+    return std::make_shared<SharedSpace>(std::move(memory), 1, 2);
   }
 
   FakeNetwork network{2};
