@@ -92,44 +92,32 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   std::string text = options ? describe(*options) : "";
   DeviceNumbers devices;
   for (const NamedParameter& tensor : tensors) text += describe(tensor, devices) + "\n";
-  const at::Tensor mine = at::empty({2}, at::kLong);
-  mine.data_ptr<int64_t>()[0] = static_cast<int64_t>(base::hash_of(text));
-  mine.data_ptr<int64_t>()[1] = static_cast<int64_t>(text.size());
-  int64_t longest = 0;
-  bool equal = true;
-  const std::vector<at::Tensor> all = gather(mine, group);
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const auto* values = all[static_cast<size_t>(rank)].data_ptr<int64_t>();
-    if (values[1] < 0 || values[1] > kLongestText) {
-      throw_protocol(group.world_rank(rank),
-                     fmt::format("describes its model in {} bytes", values[1]));
-    }
-    equal = equal && values[0] == mine.data_ptr<int64_t>()[0] &&
-            values[1] == static_cast<int64_t>(text.size());
-    longest = std::max(longest, values[1]);
+  const std::vector<int64_t> sum_and_size = {static_cast<int64_t>(base::hash_of(text)),
+                                             std::ssize(text)};
+  const std::vector<at::Tensor> all = gather(at::tensor(sum_and_size, at::kLong), group);
+  const auto size_of = [&](int from) { return all[static_cast<size_t>(from)][1].item<int64_t>(); };
+  for (int from = 0; from < group.size(); ++from) {
+    const int64_t size = size_of(from);
+    if (size >= 0 && size <= kLongestText) continue;
+    throw_protocol(group.world_rank(from), fmt::format("describes its model in {} bytes", size));
   }
-  if (equal) return;
+  const auto differs = [&](const at::Tensor& each) { return !each.equal(all[0]); };
+  const auto other = static_cast<int>(std::ranges::find_if(all, differs) - all.begin());
+  if (other == group.size()) return;
 
-  // All ranks compare the same hashes, so either all ranks get here or none.
-  const at::Tensor padded = at::zeros({longest}, at::kByte);
-  std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
-  std::vector<std::string> texts;
-  for (const at::Tensor& theirs : gather(padded, group)) {
-    const auto* bytes = reinterpret_cast<const char*>(theirs.data_ptr<uint8_t>());
-    texts.emplace_back(bytes, strnlen(bytes, static_cast<size_t>(longest)));
-  }
-  const auto other =
-      std::ranges::find_if(texts, [&](const auto& each) { return each != texts[0]; });
-  if (other == texts.end()) {
-    throw_protocol(group.world_rank(0), "has told another sum than that of its model");
-  }
-  const int rank = group.world_rank(static_cast<int>(other - texts.begin()));
-  for (const auto* each : {&texts[0], &*other}) {
-    if (each->empty() || each->ends_with('\n')) continue;
-    throw_protocol(group.world_rank(static_cast<int>(each - texts.data())),
-                   "describes its model in lines that do not end");
-  }
-  const auto lines = base::split(texts[0], '\n'), others = base::split(*other, '\n');
+  // All ranks compare the same sums, so either all ranks get here or none.
+  const int rank = group.world_rank(other);
+  const auto text_of = [&](int from) {
+    const at::Tensor bytes = at::empty({size_of(from)}, at::kByte);
+    if (from == group.rank()) std::ranges::copy(text, bytes.data_ptr<uint8_t>());
+    group.broadcast(bytes, from)->wait();
+    std::string its(reinterpret_cast<const char*>(bytes.data_ptr<uint8_t>()), bytes.nbytes());
+    if (its.empty() || its.ends_with('\n')) return its;
+    throw_protocol(group.world_rank(from), "describes its model in lines that do not end");
+  };
+  const std::string first = text_of(0), second = text_of(other);
+  if (first == second) throw_protocol(rank, "has told another sum than that of its model");
+  const auto lines = base::split(first, '\n'), others = base::split(second, '\n');
   const auto [expected, found] = std::ranges::mismatch(lines, others);
   const auto shown = [](const auto& all, auto line) {
     return line == all.end() || line->empty() ? "nothing" : "'" + std::string(*line) + "'";
