@@ -60,6 +60,31 @@ KernelFunctions::Update<T> update_of(Isa isa) {
     return functions_of(isa).update;
 }
 
+void prefetch(const void* begin, size_t bytes) {
+  const auto* const at = static_cast<const char*>(begin);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 1);
+  __builtin_prefetch(at + bytes - 1, 1);
+}
+
+// Updates the rows of the ids `begin` to `end` - 1. `find(first, rows)` sets the pointers of the
+// rows of some ids, from `first` on, and prefetches the rows.
+template <class T, class Find>
+void update_batches(const UpdateConstants<T>& constants, size_t dim, const IdGroups& groups,
+                    const Gradients<T>& gradients, size_t begin, size_t end, Isa isa,
+                    const Find& find) {
+  thread_local std::vector<T> buffer;  // kept for its memory
+  buffer.resize(dim);
+  std::array<RowPointers<T>, kBatch> rows;
+  for (; begin < end; begin += kBatch) {
+    const size_t count = std::min(kBatch, end - begin);
+    find(begin, std::span(rows).first(count));
+    update_of<T>(isa)(
+        constants,
+        {gradients, groups.starts().data() + begin, groups.positions().data(), dim, buffer.data()},
+        rows.data(), count);
+  }
+}
+
 }  // namespace
 
 Isa best_isa() {
@@ -124,30 +149,20 @@ void update_rows(RowStore& store, const RowRule& rule, const Step& step, const I
     }
   }
   const size_t dim = store.options().dim;
-  const size_t block_bytes = store.block_bytes();
   const UpdateConstants<float> constants = constants_of<float>(rule, step);
-  const auto update = functions_of(isa).update;
-  thread_local std::vector<float> buffer;  // kept for its memory
-  buffer.resize(dim);
-  std::array<RowPointers<float>, kBatch> rows;
+  using Rows = std::span<RowPointers<float>>;
   store.for_each_range(
       groups, numbers, first, last, [&](RowStore::LockedRows& locked, size_t begin, size_t end) {
-        for (; begin < end; begin += kBatch) {
-          const size_t count = std::min(kBatch, end - begin);
-          for (size_t i = 0; i < count; ++i) {
-            Row& row = locked[begin + i];
-            const auto* bytes = reinterpret_cast<const char*>(&row);
-            for (size_t at = 0; at < block_bytes; at += 64) __builtin_prefetch(bytes + at, 1);
-            __builtin_prefetch(bytes + block_bytes - 1, 1);
-            float* value = row.value();
+        const auto find = [&](size_t at, Rows rows) {
+          for (size_t i = 0; i < rows.size(); ++i) {
+            Row& row = locked[at + i];
+            prefetch(&row, store.block_bytes());
+            float* const value = row.value();
             rows[i] = {value, {value + dim, value + 2 * dim}, &row.row_state, &row.updates};
           }
-          for (size_t i = 0; i < count; ++i) locked.before_update(begin + i);
-          update(constants,
-                 {gradients, groups.starts().data() + begin, groups.positions().data(), dim,
-                  buffer.data()},
-                 rows.data(), count);
-        }
+          for (size_t i = 0; i < rows.size(); ++i) locked.before_update(at + i);
+        };
+        update_batches(constants, dim, groups, gradients, begin, end, isa, find);
       });
 }
 
@@ -155,35 +170,20 @@ template <class T>
 void update_arrays(const RowArrays<T>& arrays, size_t dim, const RowRule& rule, const Step& step,
                    const IdGroups& groups, const Gradients<T>& gradients, size_t first, size_t last,
                    Isa isa) {
-  const UpdateConstants<T> constants = constants_of<T>(rule, step);
-  const auto update = update_of<T>(isa);
   const size_t states = state_vectors(rule);
-  std::vector<T> buffer(dim);
-  std::array<RowPointers<T>, kBatch> rows;
-  for (size_t begin = first; begin < last; begin += kBatch) {
-    const size_t count = std::min(kBatch, last - begin);
-    for (size_t i = 0; i < count; ++i) {
-      const uint64_t id = groups.ids()[begin + i];
-      rows[i] = {arrays.values + id * dim, {}, nullptr, nullptr};
-      for (size_t state = 0; state < states; ++state) {
-        rows[i].states[state] = arrays.states[state] + id * dim;
-      }
-      if (arrays.row_states) {
-        rows[i].row_state = arrays.row_states + id;
-        __builtin_prefetch(rows[i].row_state, 1);
-      }
-      for (size_t at = 0; at < dim; at += 64 / sizeof(T)) {
-        __builtin_prefetch(rows[i].value + at, 1);
-        for (size_t state = 0; state < states; ++state) {
-          __builtin_prefetch(rows[i].states[state] + at, 1);
-        }
-      }
+  const auto find = [&](size_t at, std::span<RowPointers<T>> rows) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint64_t id = groups.ids()[at + i];
+      const auto row_of = [&](T* array, size_t width) {
+        prefetch(array + id * width, width * sizeof(T));
+        return array + id * width;
+      };
+      rows[i] = {row_of(arrays.values, dim), {}, nullptr, nullptr};
+      for (size_t k = 0; k < states; ++k) rows[i].states[k] = row_of(arrays.states[k], dim);
+      if (arrays.row_states) rows[i].row_state = row_of(arrays.row_states, 1);
     }
-    update(
-        constants,
-        {gradients, groups.starts().data() + begin, groups.positions().data(), dim, buffer.data()},
-        rows.data(), count);
-  }
+  };
+  update_batches(constants_of<T>(rule, step), dim, groups, gradients, first, last, isa, find);
 }
 
 double gradient_norm_squared(size_t dim, const IdGroups& groups, const Gradients<float>& gradients,
