@@ -10,22 +10,19 @@ namespace distrain::collective {
 // n ranks have B bytes each. Most groups are small (2 to 8), and their ranks send to each other
 // directly.
 //
-// Barrier: a header from each rank to each other rank. n(n-1) messages, one hop. Log-step barriers
-// need fewer messages (n log n), but log n hops, and a hop costs more: about 20 µs to wake a
-// thread, against 5 µs of work for a message. More than kMostDirectRanks use the rooted allreduce.
+// Exchanges (exchange.cpp): each rank sends a message to each other rank, n(n-1) messages in one
+// hop: barrier (a header), allgather (B), direct allreduce (B; each rank reduces all n inputs
+// itself), reduce-scatter and all-to-all (B/n to each rank). A rank sends (n-1)B or B(n-1)/n, which
+// is minimal except for the allreduce. Log-step barriers need fewer messages (n log n), but log n
+// hops, and a hop costs more: about 20 µs to wake a thread, against 5 µs of work for a message. In
+// broadcast, reduce, gather and scatter only the root and each other rank exchange messages, 2(n-1)
+// in all. The direction without data has headers, which show a mismatch to both sides, and bound
+// the root's lead.
 //
-// Broadcast: the root sends B to each rank, and each rank sends its header to the root. 2(n-1)
-// messages. Headers show a mismatch to both sides, and bound the root's lead.
-//
-// Allgather: B from each rank to each other rank. n(n-1) messages; a rank sends (n-1)B: minimal.
-//
-// Direct allreduce: each rank sends its B to each other rank and reduces all n inputs itself.
-// n(n-1) messages, one hop; a rank sends (n-1)B.
-//
-// Rooted allreduce, for small tensors of more than kMostDirectRanks: each rank sends B to rank 0,
-// which reduces all n inputs and sends the result to all. 2(n-1) messages, two hops. A tree would
-// spread the work of rank 0 over log n hops, but could not reduce in rank order. Only rank 0 hears
-// of all ranks, so if the operation fails there, rank 0 tells the others why.
+// Rooted allreduce, for barriers and small tensors of more than kMostDirectRanks: each rank sends B
+// to rank 0, which reduces all n inputs and sends the result to all. 2(n-1) messages, two hops. A
+// tree would spread the work of rank 0 over log n hops, but could not reduce in rank order. Only
+// rank 0 hears of all ranks, so if the operation fails there, rank 0 tells the others why.
 //
 // Chunked allreduce: in step 1, chunk j of n goes to rank j, which reduces its n inputs; in step 2,
 // rank j sends the result to all. 2n(n-1) messages, two hops; a rank sends 2B(n-1)/n, the minimum.
@@ -36,11 +33,6 @@ namespace distrain::collective {
 // allreduce; in steps 2 and 3, the ranks with the same chunk do the same over the hosts; in step 4,
 // each rank sends its chunk to the ranks of its host. With h hosts, a host sends 2B(h-1)/h to
 // others, where the chunked allreduce sends n/h times as much. (chunked.cpp)
-//
-// Reduce-scatter and all-to-all: each rank sends each other rank its part. n(n-1) messages, one
-// hop; a rank sends B(n-1)/n: minimal. Reduce, gather, scatter: as the broadcast, the ranks
-// exchange messages with the root only, and the direction without data has headers. 2(n-1)
-// messages. These, and all above up to the direct allreduce, are one class. (exchange.cpp)
 //
 // If all ranks are on one host, allreduces of up to SharedSpace::kSlotBytes and barriers use
 // shared memory instead: Note [Collectives in shared memory] in shared_space.h.
