@@ -35,7 +35,9 @@ class IdxFile {
  public:
   IdxFile(const std::string& path, store::ContentHasher& hasher,
           store::InputFile::Kind kind = store::InputFile::Kind::kRegular)
-      : path_(path), reader_(path, {kMaxHeader, "of a header"}, kind), hasher_(hasher) {}
+      : path_(path),
+        reader_(store::InputFile(path, kind), {kMaxHeader, "of a header"}),
+        hasher_(hasher) {}
 
   template <size_t N>
   std::array<uint64_t, N> read_sizes() {
@@ -167,7 +169,8 @@ void append_file(const std::string& path, store::InputFile::Kind kind, store::Co
                  ImageSet& set) {
   const int64_t before = set.count;
   const uint64_t left = kMaxImageBytes - set.pixels.size() - set.labels.size();
-  store::GzipReader reader(path, {left, "that are left of the 8 GiB that are read"}, kind);
+  store::GzipReader reader(store::InputFile(path, kind),
+                           {left, "that are left of the 8 GiB that are read"});
   std::vector<uint8_t> chunk;
   uint64_t total = 0;
   do {

@@ -108,7 +108,7 @@ class Tokenizer {
 
 /// Reads a text, which may be compressed, in pieces.
 TokenIndex scan(const std::string& path, Kind kind, uint64_t max_unpacked, const auto& on_word) {
-  store::GzipReader reader(path, {kAnySize, {}}, kind);
+  store::GzipReader reader(store::InputFile(path, kind));
   if (reader.gzip()) reader.limit({max_unpacked, "of --in-memory: unpack it with gunzip"});
   TokenIndex index;
   store::ContentHasher hasher;

@@ -129,13 +129,7 @@ void InputFile::read_at(uint64_t offset, std::span<uint8_t> out) const {
   }
 }
 
-GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kind)
-    : GzipReader(InputFile(path, kind), std::move(limit)) {}
-
-GzipReader::GzipReader(InputFile file)
-    : GzipReader(std::move(file), {std::numeric_limits<uint64_t>::max(), ""}) {}
-
-GzipReader::GzipReader(InputFile file, Limit limit)
+GzipReader::GzipReader(InputFile file, ReadLimit limit)
     : file_(std::move(file)),
       limit_(std::move(limit)),
       left_(limit_.bytes),
@@ -151,7 +145,7 @@ GzipReader::~GzipReader() {
   if (gzip_) inflateEnd(stream_.get());
 }
 
-void GzipReader::limit(Limit limit) {
+void GzipReader::limit(ReadLimit limit) {
   limit_ = std::move(limit);
   left_ = limit_.bytes;
 }

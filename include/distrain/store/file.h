@@ -98,28 +98,26 @@ class InputFile {
   mutable bool awaits_writer_ = false;  // of a named pipe; used by the thread that reads
 };
 
+/// The number of bytes that may be read.
+struct ReadLimit {
+  uint64_t bytes = std::numeric_limits<uint64_t>::max();
+  std::string whose{};  ///< follows "longer than the N bytes" in the message that it is exceeded
+};
+
 /// Reads a file, and decompresses it if it begins with the two bytes of gzip. The caller limits the
 /// decompressed length, because a small file may decompress to a thousand times its size.
 class GzipReader {
  public:
-  struct Limit {
-    uint64_t bytes = 0;
-    std::string whose;  ///< follows "longer than the N bytes" in the message that it is exceeded
-  };
-
-  /// Opens the file. Throws `bad_data` if the file cannot be opened or read.
-  GzipReader(const std::string& path, Limit limit,
-             InputFile::Kind kind = InputFile::Kind::kRegular);
-  /// Reads a file that is open at its first byte, without a limit.
-  explicit GzipReader(InputFile file);
+  /// Reads a file that is open at its first byte. Throws `bad_data` if it cannot be read.
+  explicit GzipReader(InputFile file, ReadLimit limit = {});
   ~GzipReader();
 
   bool gzip() const { return gzip_; }
   /// Replaces the limit. The new limit counts only the bytes read after this call.
-  void limit(Limit limit);
+  void limit(ReadLimit limit);
   /// Reads `bytes` bytes, or fewer if the file ends before, and returns their number. All checksums
   /// are verified when the end is reached. Throws `bad_data` if the file is damaged, or if the
-  /// caller asks for more bytes than Limit::bytes allows and the file has more.
+  /// caller asks for more bytes than ReadLimit::bytes allows and the file has more.
   size_t read(void* out, size_t bytes);
   /// Waits until some bytes can be read, reads at most `bytes` of them without regard to the limit,
   /// and returns their number. Returns 0 at the end of the file. Throws as read().
@@ -133,11 +131,10 @@ class GzipReader {
   const InputFile& file() const { return file_; }
 
  private:
-  GzipReader(InputFile file, Limit limit);
   size_t inflate_some(uint8_t* out, size_t bytes);
 
   InputFile file_;
-  Limit limit_;
+  ReadLimit limit_;
   uint64_t left_;  // number of bytes that may still be read under `limit_`
   std::array<uint8_t, 64 * 1024> input_;
   std::unique_ptr<z_stream_s> stream_;  // has the unread part of input_, even if not gzip

@@ -91,7 +91,8 @@ std::optional<Bytes> read_all(Input file_bytes, size_t piece) {
   const MemoryFile file(file_bytes);
   const MemoryLimit limit(kSmall + 4 * (kMostContent + piece), "what was read of it");
   try {
-    store::GzipReader reader(file.path(), {kMostContent + piece, "that are tried"});
+    store::GzipReader reader(store::InputFile(file.path()),
+                             {kMostContent + piece, "that are tried"});
     Bytes content;
     for (;;) {
       const size_t before = content.size();

@@ -48,7 +48,7 @@ size_t most_memory() {
 TEST_CASE("A gzip file is read to its limit and no further") {
   const Folder folder;
   const auto path = folder.write("bomb", bomb("begin"));
-  store::GzipReader reader(path, {5, "that its header says"});
+  store::GzipReader reader(store::InputFile(path), {5, "that its header says"});
   std::vector<uint8_t> bytes(64);
   CHECK(reader.read(bytes.data(), 3) == 3);
   CHECK(bad_data([&] { reader.read(bytes.data() + 3, 61); }) ==
@@ -56,7 +56,7 @@ TEST_CASE("A gzip file is read to its limit and no further") {
   CHECK(std::string(bytes.begin(), bytes.begin() + 5) == "begin");
   CHECK(std::all_of(bytes.begin() + 5, bytes.end(), [](uint8_t byte) { return byte == 0; }));
   // A limit that is set later applies to the remaining bytes.
-  store::GzipReader other(path, {kGiB, "that are read"});
+  store::GzipReader other(store::InputFile(path), {kGiB, "that are read"});
   CHECK(other.read(bytes.data(), 4) == 4);
   other.limit({1, "of the rest"});
   CHECK(other.read(bytes.data(), 1) == 1);
@@ -65,14 +65,14 @@ TEST_CASE("A gzip file is read to its limit and no further") {
   // A file that ends exactly at the limit is read completely, including its checksum.
   for (const std::string& text : {std::string("begin"), gzip("begin")}) {
     const auto whole = folder.write("whole", text);
-    store::GzipReader exact(whole, {5, ""});
+    store::GzipReader exact(store::InputFile(whole), {5, ""});
     CHECK(exact.read(bytes.data(), 64) == 5);
     CHECK(exact.read(bytes.data(), 64) == 0);
   }
   std::string damaged = gzip("begin");
   damaged[damaged.size() - 8] ^= 1;
   const auto file = folder.write("damaged", damaged);
-  store::GzipReader checked(file, {5, ""});
+  store::GzipReader checked(store::InputFile(file), {5, ""});
   CHECK(bad_data([&] { checked.read(bytes.data(), 64); }) == file + ": the gzip file is damaged");
 }
 
