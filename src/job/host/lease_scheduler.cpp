@@ -16,25 +16,26 @@ Json Position::to_json() const {
 
 Position Position::from_json(const Json& json, int trainers) {
   constexpr uint64_t kMaxCount = uint64_t{1} << 50;
-  const auto fail = [] { base::bad_data("the position is not what it should be"); };
+  const auto expect = [](bool is_good) {
+    if (!is_good) base::bad_data("the position is not what it should be");
+  };
   const auto count = [&](const Json& value) {
-    if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
+    expect(value.is_number_unsigned() && value.get<uint64_t>() <= kMaxCount);
     return value.get<int64_t>();
   };
-  const bool has_streams = json.is_object() && json.contains("streams");
-  if (!json.is_object() || json.size() != (has_streams ? 4 : 3)) fail();
-  const Json steps = json.value("steps", Json());
-  if (!steps.is_array() || steps.empty()) fail();
-  if (!has_streams && steps.size() != static_cast<size_t>(trainers)) fail();
+  expect(json.is_object());
+  const bool has_streams = json.contains("streams");
+  const Json steps = json.value("steps", Json()), streams = json.value("streams", Json());
+  expect(json.size() == (has_streams ? 4 : 3) && steps.is_array() && !steps.empty());
+  expect(has_streams || steps.size() == static_cast<size_t>(trainers));
   Position position{count(json.value("epoch", Json())), {}, count(json.value("total", Json()))};
   int64_t of_epoch = 0;
   for (const Json& value : steps) of_epoch += position.steps.emplace_back(count(value));
-  if (position.epoch < 1 || position.total < of_epoch) fail();
+  expect(position.epoch >= 1 && position.total >= of_epoch);
   if (!has_streams) return position;
-  const Json& streams = json["streams"];
-  if (!streams.is_array() || streams.empty()) fail();
+  expect(streams.is_array() && !streams.empty());
   for (const Json& at : streams) {
-    if (!at.is_array() || at.size() != 5) fail();
+    expect(at.is_array() && at.size() == 5);
     position.streams.push_back(
         {count(at[0]), count(at[1]), count(at[2]), count(at[3]), count(at[4])});
   }
