@@ -2,11 +2,9 @@
 
 #include <cmath>
 
-#include <ATen/Functions.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/rpc/to_device.h"
 #include "host/training_host.h"
 
 namespace distrain::job {

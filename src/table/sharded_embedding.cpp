@@ -1,6 +1,5 @@
 #include "distrain/table/sharded_embedding.h"
 
-#include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>

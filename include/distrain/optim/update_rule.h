@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <map>
-#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
