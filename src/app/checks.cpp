@@ -244,7 +244,7 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
   if (resume != "auto") check_path(options, "resume", true);
   const auto path = job::checkpoint_to_resume({folder, 0, resume});
   if (!path) return {};
-  const job::Snapshot saved = job::read_manifest(*path);
+  const job::Snapshot saved = job::read_checkpoint(*path, "--resume", store::Depth::kManifest);
   saved.expect_cmd(cmd);
   const std::string changed = take_options(options, saved, false);
   return changed.empty() ? "" : "the job goes on from " + saved.path + " with " + changed;

@@ -419,7 +419,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     if (args.empty() || args[0].starts_with('-')) {
       invalid("predict needs a checkpoint: {} predict CHECKPOINT [FILE] [OPTION]...", program.name);
     }
-    const job::Snapshot saved = job::read_manifest(args[0], "predict");
+    const job::Snapshot saved = job::read_checkpoint(args[0], "predict", store::Depth::kManifest);
     const Json name = saved.state.value("cmd", Json());
     const JobCommand* command = program.find(name.is_string() ? name.get<std::string>() : "");
     if (!command) saved.refuse("not a checkpoint of this program's jobs");

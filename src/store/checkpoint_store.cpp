@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "checkpoint_folder.h"
 #include "distrain/base/error.h"
 #include "distrain/store/file.h"
@@ -70,8 +68,6 @@ SafetensorsFile safetensors_of(const std::shared_ptr<const InputFile>& file) {
   return {file->path(), file->size(), [file](auto... range) { file->read_at(range...); }};
 }
 
-enum class Depth { kManifest, kFiles };
-
 LoadedCheckpoint load_one(const OpenFolder& folder, Depth depth) {
   Manifest manifest = read_manifest(folder);
   LoadedCheckpoint loaded{folder.path(), manifest.step, std::move(manifest.state), manifest.hash};
@@ -81,22 +77,6 @@ LoadedCheckpoint load_one(const OpenFolder& folder, Depth depth) {
     if (!name.ends_with(".json")) loaded.files.emplace(name, safetensors_of(file));
   }
   return loaded;
-}
-
-LoadedCheckpoint load_from(const std::string& path, Depth depth) {
-  return with_memory_for(path, [&] {
-    const Disk disk;
-    const UserPath named(path);
-    const auto opened = OpenFolder::at(disk, named.folder);
-    if (!opened) fail_open(path);
-    if (!named.checkpoint.empty()) return load_one(open_save(*opened, named.checkpoint), depth);
-    if (opened->kind_of(kManifestName) != OpenFolder::Kind::kNothing) {
-      return load_one(*opened, depth);
-    }
-    const auto newest = newest_in(*opened);
-    if (!newest) bad_data(path + ": no checkpoint in this folder");
-    return load_one(open_save(*opened, *newest), depth);
-  });
 }
 
 // Returns the saves in a folder. Throws `bad_data` if a checkpoint is a symbolic link.
@@ -295,12 +275,20 @@ std::optional<std::string> CheckpointStore::newest(const std::string& folder) {
   return name ? std::optional(opened->path_of(*name)) : std::nullopt;
 }
 
-LoadedCheckpoint CheckpointStore::load(const std::string& path) {
-  return load_from(path, Depth::kFiles);
-}
-
-LoadedCheckpoint CheckpointStore::look(const std::string& path) {
-  return load_from(path, Depth::kManifest);
+LoadedCheckpoint CheckpointStore::load(const std::string& path, Depth depth) {
+  return with_memory_for(path, [&] {
+    const Disk disk;
+    const UserPath named(path);
+    const auto opened = OpenFolder::at(disk, named.folder);
+    if (!opened) fail_open(path);
+    if (!named.checkpoint.empty()) return load_one(open_save(*opened, named.checkpoint), depth);
+    if (opened->kind_of(kManifestName) != OpenFolder::Kind::kNothing) {
+      return load_one(*opened, depth);
+    }
+    const auto name = newest_in(*opened);
+    if (!name) bad_data(path + ": no checkpoint in this folder");
+    return load_one(open_save(*opened, *name), depth);
+  });
 }
 
 std::optional<std::string> CheckpointStore::intact_before(const std::string& path) {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <set>
 #include <thread>
 #include <tuple>
 
@@ -126,9 +125,8 @@ struct Snapshot : store::LoadedCheckpoint {
 
 /// Opens a checkpoint, or the newest one in a folder. Throws `bad_data`. If the checkpoint is
 /// damaged, the message recommends the option `use` with the newest intact older checkpoint.
-Snapshot read_checkpoint(const std::string& path, const char* use = "--resume");
-/// Does the same as read_checkpoint(), but opens no files, which is fast.
-Snapshot read_manifest(const std::string& path, const char* use = "--resume");
+Snapshot read_checkpoint(const std::string& path, const char* use = "--resume",
+                         store::Depth depth = store::Depth::kFiles);
 
 /// Returns the checkpoint that the job resumes from, if any.
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options);

@@ -95,6 +95,9 @@ class Saving {
   std::optional<OpenFolder> unfinished_;  // null after commit()
 };
 
+/// The parts of a checkpoint that are read.
+enum class Depth { kManifest, kFiles };
+
 /// The folder in which a job saves its checkpoints. From prepare() or the first begin() until this
 /// object is destroyed, it owns the folder: a save by another job, in any process, throws
 /// `bad_data`, "another job saves in this folder: …". The folder itself may be a symbolic link, but
@@ -134,10 +137,9 @@ class CheckpointStore {
 
   /// Opens a checkpoint, or the newest one in a folder of checkpoints, and verifies it. Throws
   /// `bad_data`, with the file and the reason, if the manifest is invalid, or if a file is missing,
-  /// differs from the manifest in size or hash, or is not a safetensors file.
-  static LoadedCheckpoint load(const std::string& path);
-  /// Does the same as load(), but reads only the manifest and opens no file, which is fast.
-  static LoadedCheckpoint look(const std::string& path);
+  /// differs from the manifest in size or hash, or is not a safetensors file. With kManifest, reads
+  /// only the manifest, which is fast.
+  static LoadedCheckpoint load(const std::string& path, Depth depth = Depth::kFiles);
   /// Returns the newest intact checkpoint that is older than the one that load(path) would read.
   static std::optional<std::string> intact_before(const std::string& path);
 

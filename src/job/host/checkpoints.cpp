@@ -63,38 +63,6 @@ namespace {
 
 constexpr const char* kSuffix = ".safetensors";
 
-// Throws if `piece` is not finite, so that diverged parameters do not replace older checkpoints.
-// Checks parts that are too small for torch to use several threads, because training needs them.
-void check_finite(const std::string& name, const at::Tensor& piece, int64_t step) {
-  constexpr int64_t kElements = 16'384;
-  if (!piece.is_floating_point()) return;
-  for (const at::Tensor& part : piece.split(kElements)) {
-    if (part.isfinite().all().item<bool>()) continue;
-    throw base::Exception(base::ErrorKind::kNotFinite,
-                          name + " is not finite at step " + std::to_string(step) +
-                              ", so it was not saved: try a smaller --lr");
-  }
-}
-
-Snapshot read(const std::string& path, const char* use,
-              store::LoadedCheckpoint (*load)(const std::string& path)) {
-  store::LoadedCheckpoint loaded;
-  try {
-    loaded = load(path);
-  } catch (const base::Exception& e) {
-    if (e.kind() != base::ErrorKind::kBadData) throw;
-    const auto before = store::CheckpointStore::intact_before(path);
-    if (!before) throw;
-    base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
-  }
-  Snapshot snapshot{{loaded.path, loaded.step, std::move(loaded.state), loaded.hash}};
-  for (auto& [name, file] : loaded.files) {
-    if (file.tensors().empty()) continue;
-    snapshot.files.emplace(name.substr(0, name.rfind(kSuffix)), std::move(file));
-  }
-  return snapshot;
-}
-
 // Throws if the job would add its checkpoints to those of another run or to newer ones.
 void refuse_strangers(const CheckpointOptions& options) {
   if (options.resume == "auto") return;
@@ -113,6 +81,18 @@ void refuse_strangers(const CheckpointOptions& options) {
 }
 
 }  // namespace
+
+// Checks parts that are too small for torch to use several threads, because training needs them.
+void check_finite(const std::string& name, const at::Tensor& piece, int64_t step) {
+  constexpr int64_t kElements = 16'384;
+  if (!piece.is_floating_point()) return;
+  for (const at::Tensor& part : piece.split(kElements)) {
+    if (part.isfinite().all().item<bool>()) continue;
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          name + " is not finite at step " + std::to_string(step) +
+                              ", so it was not saved: try a smaller --lr");
+  }
+}
 
 void Snapshot::refuse(const std::string& why) const { base::bad_data(path + ": " + why); }
 
@@ -163,12 +143,22 @@ std::vector<std::string> Snapshot::words(const std::string& list) const {
   return store::words_of_tensor(text);
 }
 
-Snapshot read_checkpoint(const std::string& path, const char* use) {
-  return read(path, use, &store::CheckpointStore::load);
-}
-
-Snapshot read_manifest(const std::string& path, const char* use) {
-  return read(path, use, &store::CheckpointStore::look);
+Snapshot read_checkpoint(const std::string& path, const char* use, store::Depth depth) {
+  store::LoadedCheckpoint loaded;
+  try {
+    loaded = store::CheckpointStore::load(path, depth);
+  } catch (const base::Exception& e) {
+    if (e.kind() != base::ErrorKind::kBadData) throw;
+    const auto before = store::CheckpointStore::intact_before(path);
+    if (!before) throw;
+    base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
+  }
+  Snapshot snapshot{{loaded.path, loaded.step, std::move(loaded.state), loaded.hash}};
+  for (auto& [name, file] : loaded.files) {
+    if (file.tensors().empty()) continue;
+    snapshot.files.emplace(name.substr(0, name.rfind(kSuffix)), std::move(file));
+  }
+  return snapshot;
 }
 
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options) {

@@ -4,7 +4,6 @@
 #include <deque>
 
 #include <ATen/Functions.h>
-#include <fmt/format.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -43,18 +42,6 @@ store::TensorInfo info_of(const std::string& table, const rows::RowColumn& colum
                                : column.name == "updates" ? at::kInt
                                                           : at::kFloat;
   return {table + "." + column.name + "." + suffix, dtype, std::move(shape)};
-}
-
-// Returns true if the float32 numbers are finite: if none has an exponent of ones.
-bool all_finite(std::span<const std::byte> floats) {
-  constexpr uint32_t kExponent = 0x7F800000;
-  bool finite = true;
-  for (size_t i = 0; i < floats.size(); i += sizeof(uint32_t)) {
-    uint32_t bits;
-    std::memcpy(&bits, floats.data() + i, sizeof bits);
-    finite &= (bits & kExponent) != kExponent;
-  }
-  return finite;
 }
 
 // Sends pieces of a file to rank 0. Thread-safe.
@@ -329,11 +316,11 @@ WrittenPart TablePart::write(Save& save) {
         [&, i, infos = std::span(save.infos).subspan(first_info)](
             const rows::RowColumn& column, uint64_t first, std::span<const std::byte> bytes) {
           check_not_dropped();
-          if (column.name == "weight" && !all_finite(bytes)) {
-            throw base::Exception(base::ErrorKind::kNotFinite,
-                                  fmt::format("{}.weight is not finite at step {}, so it was not "
-                                              "saved: try a smaller --lr",
-                                              target.tables[i], target.step));
+          if (column.name == "weight") {
+            auto* const floats = const_cast<std::byte*>(bytes.data());
+            const auto count = static_cast<int64_t>(bytes.size() / sizeof(float));
+            check_finite(target.tables[i] + ".weight", at::from_blob(floats, {count}, at::kFloat),
+                         target.step);
           }
           const auto number = static_cast<size_t>(&column - save.tables[i]->columns().data());
           put(infos[number].offset + first * column.bytes,
@@ -371,7 +358,8 @@ store::SafetensorsFile TablePart::open(const PartSource& source, const std::stri
   try {
     const store::Disk disk;
     const auto folder = store::OpenFolder::at(disk, source.path);
-    if (folder && store::CheckpointStore::look(source.path).hash == source.hash) {
+    if (folder &&
+        store::CheckpointStore::load(source.path, store::Depth::kManifest).hash == source.hash) {
       const auto file = std::make_shared<store::InputFile>(*folder, name);
       const auto read = [file](auto... range) { file->read_at(range...); };
       if (file->size() == size) return {path, size, read};

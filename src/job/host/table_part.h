@@ -77,6 +77,10 @@ struct PartSource {
       &PartSource::updates, &PartSource::server, &PartSource::servers, &PartSource::with_states);
 };
 
+/// Throws `not_finite` if `piece` of the tensor `name` is not finite, so that diverged parameters
+/// do not replace older checkpoints.
+void check_finite(const std::string& name, const at::Tensor& piece, int64_t step);
+
 /// Opens a part by its name.
 using OpenPart = std::function<store::SafetensorsFile(const std::string& name)>;
 /// Reads rows into the tables of `server`. Throws `bad_data` if their names, dimensions or states

@@ -82,7 +82,7 @@ TEST_CASE("A link in place of a checkpoint is refused by all readers and writers
   fs::create_directory_symlink(outside.path(), link);
   const std::string expected = link + kLinkRefused;
   CHECK(bad_data([&] { CheckpointStore::load(folder.path()); }) == expected);
-  CHECK(bad_data([&] { CheckpointStore::look(folder.path()); }) == expected);
+  CHECK(bad_data([&] { CheckpointStore::load(folder.path(), Depth::kManifest); }) == expected);
   CHECK(CheckpointStore::intact_before(folder.path()) == folder.path(step_name(2)));
   CHECK(bad_data([&] { CheckpointStore(folder.path()).prepare(); }) == expected);
   CHECK(bad_data([&] { save(CheckpointStore(folder.path()), Sample(4).checkpoint); }) == expected);
@@ -308,7 +308,7 @@ TEST_CASE("A reader needs no lock and leaves no files") {
       forbid(number, EROFS);
     }
     if (CheckpointStore::load(folder.path()).step != 2) return 1;
-    if (CheckpointStore::look(folder.path()).step != 2) return 2;
+    if (CheckpointStore::load(folder.path(), Depth::kManifest).step != 2) return 2;
     if (CheckpointStore::newest(folder.path()) != folder.path(step_name(2))) return 3;
     return CheckpointStore::intact_before(folder.path()) == folder.path(step_name(1)) ? 0 : 4;
   });

@@ -63,7 +63,7 @@ TEST_CASE("If the newest checkpoint is damaged, an older intact one is named") {
   const Folder folder;
   CheckpointStore store(folder.path(), {}, 3);
   for (int64_t step = 7; step < 10; ++step) save(store, Sample(step).checkpoint);
-  CHECK(CheckpointStore::look(folder.path()).state == Sample(9).checkpoint.state);
+  CHECK(CheckpointStore::load(folder.path(), Depth::kManifest).state == Sample(9).checkpoint.state);
   const auto before = [&](const std::string& name) {
     return CheckpointStore::intact_before(folder.path(name));
   };
