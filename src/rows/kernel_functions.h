@@ -56,14 +56,6 @@ struct KernelFunctions {
                bool mean, float* pooled, size_t first, size_t last);
 };
 
-namespace baseline {
-extern const KernelFunctions kFunctions;
-}
-namespace avx2 {
-extern const KernelFunctions kFunctions;
-}
-namespace avx512 {
-extern const KernelFunctions kFunctions;
-}
+extern const KernelFunctions kBaselineKernels, kAvx2Kernels, kAvx512Kernels;
 
 }  // namespace distrain::rows

@@ -45,11 +45,11 @@ UpdateConstants<T> constants_of(const RowRule& rule, const Step& step) {
 
 const KernelFunctions& functions_of(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return avx512::kFunctions;
-  if (isa == Isa::kAvx2) return avx2::kFunctions;
+  if (isa == Isa::kAvx512) return kAvx512Kernels;
+  if (isa == Isa::kAvx2) return kAvx2Kernels;
 #endif
   static_cast<void>(isa);
-  return baseline::kFunctions;
+  return kBaselineKernels;
 }
 
 template <class T>

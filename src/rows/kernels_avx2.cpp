@@ -1,4 +1,4 @@
 #if defined(__x86_64__)
-#define DISTRAIN_ISA avx2
+#define DISTRAIN_KERNELS kAvx2Kernels
 #include "kernels_isa.h"
 #endif

@@ -1,4 +1,4 @@
 #if defined(__x86_64__)
-#define DISTRAIN_ISA avx512
+#define DISTRAIN_KERNELS kAvx512Kernels
 #include "kernels_isa.h"
 #endif

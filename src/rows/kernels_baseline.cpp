@@ -1,2 +1,2 @@
-#define DISTRAIN_ISA baseline
+#define DISTRAIN_KERNELS kBaselineKernels
 #include "kernels_isa.h"

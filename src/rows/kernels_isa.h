@@ -1,8 +1,8 @@
-// The kernels, for the instruction set that DISTRAIN_ISA names. Each kernels_<isa>.cpp includes
+// The kernels, for the instruction set that DISTRAIN_KERNELS names. Each kernels_<isa>.cpp includes
 // this file once. The compiler turns the loops over a row's elements into vector instructions.
 #include "kernel_functions.h"
 
-namespace distrain::rows::DISTRAIN_ISA {
+namespace distrain::rows {
 namespace {
 
 float root(float x) { return __builtin_sqrtf(x); }
@@ -160,6 +160,6 @@ void pool(const Gradients<float>& terms, const int64_t* offsets, size_t dim, siz
 
 }  // namespace
 
-const KernelFunctions kFunctions = {update<float>, update<double>, norm_squared, sums, pool};
+const KernelFunctions DISTRAIN_KERNELS = {update<float>, update<double>, norm_squared, sums, pool};
 
-}  // namespace distrain::rows::DISTRAIN_ISA
+}  // namespace distrain::rows

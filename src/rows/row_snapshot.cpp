@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "distrain/base/error.h"
-#include "wait_for_writer.h"
 
 namespace distrain::rows {
 namespace {
@@ -72,16 +71,11 @@ void RowSnapshot::stop() {
   changed_.notify_all();
 }
 
-double RowSnapshot::stalled_s() const {
-  const std::lock_guard lock(mutex_);
-  return stalled_s_ + (waiting_ > 0 ? base::seconds_since(waiting_since_) : 0);
-}
-
 // Copies a row to the log before it is updated. The caller has locked the row's stripe.
 void RowSnapshot::log(uint64_t position, const Row& row) noexcept {
   std::unique_lock lock(mutex_);
   if (is_full_locked()) {
-    wait_for_writer([&] {
+    RowStore::wait_for_saver([&] {
       if (waiting_++ == 0) waiting_since_ = base::Clock::now();
       changed_.wait(lock, [this] { return !is_full_locked(); });
       if (--waiting_ == 0) stalled_s_ += base::seconds_since(waiting_since_);
@@ -97,21 +91,6 @@ void RowSnapshot::log(uint64_t position, const Row& row) noexcept {
   ++used_;
   ++logged_;
   std::memcpy(block(slot), &row, block_bytes_);
-}
-
-uint64_t RowSnapshot::logged() const {
-  const std::lock_guard lock(mutex_);
-  return logged_;
-}
-
-bool RowSnapshot::is_filling() const {
-  const std::lock_guard lock(mutex_);
-  return uint64_t{used_} * 2 > slots_;
-}
-
-bool RowSnapshot::has_waiting() const {
-  const std::lock_guard lock(mutex_);
-  return waiting_ > 0;
 }
 
 void RowSnapshot::empty_log(const Put& put) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <new>
 #include <numbers>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -12,7 +13,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
-#include "wait_for_writer.h"
+#include "distrain/base/thread_state.h"
 
 namespace distrain::rows {
 namespace {
@@ -99,7 +100,16 @@ RowStore::~RowStore() {
 // may wait in `on_overwrite`.
 void RowStore::StripeLocks::wait_for(std::mutex& mutex) {
   if (base::thread_state().poll.poll([&mutex] { return mutex.try_lock(); })) return;
-  wait_for_writer([&mutex] { mutex.lock(); });
+  wait_for_saver([&mutex] { mutex.lock(); });
+}
+
+void RowStore::wait_for_saver(const std::function<void()>& wait) {
+  std::optional<base::BlockingScope> waits;
+  try {
+    waits.emplace();
+  } catch (const std::exception&) {
+  }
+  wait();
 }
 
 uint64_t RowStore::memory_bytes() const {

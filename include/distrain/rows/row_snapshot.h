@@ -62,11 +62,20 @@ class RowSnapshot {
   /// this function while it does other work.
   void empty_log(const Put& put);
   /// Returns the seconds for which at least one update has waited for the log.
-  double stalled_s() const;
+  double stalled_s() const {
+    const std::lock_guard lock(mutex_);
+    return stalled_s_ + (waiting_ > 0 ? base::seconds_since(waiting_since_) : 0);
+  }
   /// Returns the number of rows that updates have copied to the log.
-  uint64_t logged() const;
+  uint64_t logged() const {
+    const std::lock_guard lock(mutex_);
+    return logged_;
+  }
   /// Returns true if more than half of the log is full.
-  bool is_filling() const;
+  bool is_filling() const {
+    const std::lock_guard lock(mutex_);
+    return uint64_t{used_} * 2 > slots_;
+  }
 
  private:
   // The log is a pool of slots. A slot has a link and a copy of a row's block. Adjacent rows of the
@@ -80,7 +89,10 @@ class RowSnapshot {
 
   void log(uint64_t position, const Row& row) noexcept;
   bool is_full_locked() const { return free_ == kNone && fresh_ == slots_ && !is_over_; }
-  bool has_waiting() const;
+  bool has_waiting() const {
+    const std::lock_guard lock(mutex_);
+    return waiting_ > 0;
+  }
   void write_logged(bool may_use_store, const Put& put);
   void write_rows(uint64_t first, uint64_t end, bool from_store, const Put& put);
   void take_from_log(uint64_t region, std::byte* blocks, uint8_t* has);

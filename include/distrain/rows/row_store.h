@@ -120,6 +120,11 @@ class RowStore {
   /// Ends the snapshot, complete or not. `on_overwrite` is not called after the return.
   void end_snapshot();
 
+  /// Calls `wait`, which waits for the thread that saves, or for a thread that does. Lets the pool
+  /// of this thread grow during the wait. If the pool cannot grow, calls `wait` all the same,
+  /// because the thread that saves is not in a pool.
+  static void wait_for_saver(const std::function<void()>& wait);
+
   class LockedRows;
   /// Calls `f(LockedRows&, begin, end)` for adjacent ranges of the ids `first` to `last` - 1 of
   /// `groups`, whose row numbers are in `numbers`. A range has at least 64 ids, if there are so
