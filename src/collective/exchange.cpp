@@ -55,7 +55,13 @@ class PlannedExchange final : public Operation {
       if (!plan_.result.defined() && output_of(from).defined()) write_tensor(output_of(from), data);
       inputs.push_back(data.data());
     }
-    if (plan_.result.defined()) reduce_into(plan_.result, spec().reduce_op, inputs, core());
+    const at::Tensor& result = plan_.result;
+    if (!result.defined()) return;
+    const bool is_contiguous = result.is_contiguous();
+    const base::BufferPtr buffer = is_contiguous ? nullptr : core().allocate(result.nbytes());
+    uint8_t* const out = is_contiguous ? bytes_of(result) : buffer->data;
+    reduce(spec().reduce_op, spec().dtype, inputs, static_cast<size_t>(result.numel()), out);
+    if (!is_contiguous) write_tensor(result, {out, result.nbytes()});
   }
 
   const int rank_;

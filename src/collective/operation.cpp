@@ -262,8 +262,10 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
   const bool shared = is_shared();
   lock.unlock();
   watch(step, true);
-  const bool seen = base::thread_state().poll.poll(
-      [&] { return ready_or_done() || (shared && is_collecting() && !lacks_any(step)); });
+  const bool seen = base::thread_state().poll.poll([&] {
+    const bool collects = state_.load(std::memory_order_acquire) == OperationState::kCollecting;
+    return ready_or_done() || (shared && collects && !lacks_any(step));
+  });
   watch(step, false);
   // While this thread was watching, no message came for a later operation in the slot.
   if (shared && is_done()) core_->on_look();

@@ -116,11 +116,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
     const OperationState state = state_.load(std::memory_order_acquire);
     return state == OperationState::kReady || state == OperationState::kDone;
   }
-
-  bool is_collecting() const {
-    return state_.load(std::memory_order_acquire) == OperationState::kCollecting;
-  }
-
   void transition_locked(OperationState to);
   void open_locked(std::shared_ptr<Core> core, uint64_t number);
   void deliver_locked(int from, rpc::ChannelMessage message);

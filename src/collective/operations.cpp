@@ -181,17 +181,6 @@ void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> 
                  at::kBFloat16);
 }
 
-void reduce_into(const at::Tensor& result, ReduceOp op, std::span<const uint8_t* const> inputs,
-                 Core& core) {
-  const auto count = static_cast<size_t>(result.numel());
-  if (result.is_contiguous()) {
-    return reduce(op, result.scalar_type(), inputs, count, bytes_of(result));
-  }
-  const base::BufferPtr buffer = core.allocate(result.nbytes());
-  reduce(op, result.scalar_type(), inputs, count, buffer->data);
-  write_tensor(result, {buffer->data, result.nbytes()});
-}
-
 ByteRange chunk_of(const OpSpec& spec, int index, int count) {
   const size_t item = c10::elementSize(spec.dtype);
   const size_t total = spec.bytes / item;

@@ -95,10 +95,6 @@ base::BufferPtr pack(Core& core, const OpSpec& spec, const at::Tensor& tensor);
 
 /// Copies `data`, the elements in row-major order, into a tensor of any strides.
 void write_tensor(const at::Tensor& tensor, std::span<const uint8_t> data);
-/// Reduces `inputs`, the elements of the group ranks in row-major order, into a tensor of any
-/// strides, in the order of the ranks.
-void reduce_into(const at::Tensor& result, ReduceOp op, std::span<const uint8_t* const> inputs,
-                 Core& core);
 
 /// Returns true if reduce() supports the pair: all five operations for real floating dtypes; sum
 /// and avg for complex; sum, product, min and max for integers and bool (as or, and, and, or).
