@@ -321,15 +321,19 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
       });
 }
 
-Context::Context(rpc::Agent& agent, Scope scope)
-    : agent_(agent),
+std::shared_ptr<ContextState> Context::create(rpc::Agent& agent) {
+  return Runtime::of(agent)->create();
+}
+
+Context::Context(rpc::Agent& agent, Scope scope, std::shared_ptr<ContextState> state)
+    : ContextRef(state),
+      agent_(agent),
       runtime_(Runtime::of(agent)),
-      state_(runtime_->create()),
-      id_(state_->id()),
-      ended_(scope == Scope::kThread ? ContextStack::here().enter(*runtime_, id_) : nullptr) {}
+      state_(std::move(state)),
+      ended_(scope == Scope::kThread ? ContextStack::here().enter(*runtime_, id()) : nullptr) {}
 
 Context::~Context() {
-  runtime_->release(id_);
+  runtime_->release(id());
   if (!ended_) return;
   *ended_ = true;
   ContextStack::here().leave_ended();
@@ -338,17 +342,10 @@ Context::~Context() {
 std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
   return state_->gradients();
 }
-at::Tensor Context::gradient(const at::Tensor& variable) const {
-  return state_->gradient(variable);
-}
-void Context::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
-  state_->set_gradient(variable, std::move(gradient));
-}
 void Context::on_gradient_ready(const at::Tensor& variable,
                                 std::function<void(const at::Tensor&)> fn) {
   state_->on_gradient_ready(variable, std::move(fn));
 }
-void Context::on_pass_end(std::function<void()> fn) { state_->on_pass_end(std::move(fn)); }
 
 ContextRef::ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass)
     : id_(state->id()), pass_(pass), state_(state) {}

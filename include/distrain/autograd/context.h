@@ -22,50 +22,6 @@ class Runtime;
 /// Adds distributed autograd to `agent`. Call it once on every rank of the job, before join().
 void install(rpc::Agent& agent);
 
-/// One distributed forward pass and its backward passes (with retain_graph their gradients add up).
-///
-/// The newest live context that a thread has created is the thread's current context. Calls of the
-/// thread and their nested calls record send and receive nodes for tensors that require a gradient,
-/// except under a NoGradGuard or InferenceMode. Contexts may end in any order, but a context
-/// created within an rpc::ContextScope must end within that scope. A context keeps its gradients
-/// and never writes `.grad`, so concurrent contexts on one module are independent. The destructor
-/// releases the context on all ranks.
-class Context {
- public:
-  /// A kExplicit context becomes the thread's current context only within an rpc::ContextScope with
-  /// its id. Use it for concurrent passes, such as micro-batches.
-  enum class Scope { kThread, kExplicit };
-  explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread);
-  ~Context();
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
-
-  uint64_t id() const { return id_; }
-
-  /// Returns the pair (variable, gradient) for each leaf on this rank that a pass has reached.
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
-  /// Returns this rank's gradient of `variable`, or an undefined tensor if there is none.
-  at::Tensor gradient(const at::Tensor& variable) const;
-  void set_gradient(const at::Tensor& variable, at::Tensor gradient);
-
-  /// Registers `fn` for the next pass. The pass calls `fn` once with this rank's final gradient of
-  /// `variable`, on the thread that computed the gradient, unless there is no gradient.
-  void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
-  /// Registers `fn` for the next pass, which calls `fn` once when this rank's part of the graph has
-  /// run, unless the pass fails. `fn` may block; backward() waits for `fn` and throws its error.
-  void on_pass_end(std::function<void()> fn);
-
-  const std::shared_ptr<ContextState>& state() const { return state_; }
-  rpc::Agent& agent() const { return agent_; }
-
- private:
-  rpc::Agent& agent_;
-  const std::shared_ptr<Runtime> runtime_;
-  const std::shared_ptr<ContextState> state_;
-  const uint64_t id_;
-  const std::shared_ptr<std::atomic<bool>> ended_;  // shared with the thread's stack of contexts
-};
-
 /// A weak reference to a context on this rank, for code that has no Context or may outlive it.
 /// Calls on a context that has ended do nothing. Thread-safe.
 class ContextRef {
@@ -83,15 +39,57 @@ class ContextRef {
   bool ended() const { return state_.expired(); }
   /// Returns true while this rank runs its part of the backward pass whose number is pass().
   bool runs() const;
+  /// Returns this rank's gradient of `variable`, or an undefined tensor if there is none.
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
-  /// Registers `fn` (see Context::on_pass_end). Returns false if the context or pass() has ended.
+  /// Registers `fn` for the next pass, which calls `fn` once when this rank's part of the graph has
+  /// run, unless the pass fails. `fn` may block; backward() waits for `fn` and throws its error.
+  /// Returns false if the context or pass() has ended.
   bool on_pass_end(std::function<void()> fn) const;
 
  private:
   uint64_t id_;
   uint64_t pass_;
   std::weak_ptr<ContextState> state_;
+};
+
+/// One distributed forward pass and its backward passes (with retain_graph their gradients add up).
+///
+/// The newest live context that a thread has created is the thread's current context. Calls of the
+/// thread and their nested calls record send and receive nodes for tensors that require a gradient,
+/// except under a NoGradGuard or InferenceMode. Contexts may end in any order, but a context
+/// created within an rpc::ContextScope must end within that scope. A context keeps its gradients
+/// and never writes `.grad`, so concurrent contexts on one module are independent. The destructor
+/// releases the context on all ranks.
+class Context : public ContextRef {
+ public:
+  /// A kExplicit context becomes the thread's current context only within an rpc::ContextScope with
+  /// its id. Use it for concurrent passes, such as micro-batches.
+  enum class Scope { kThread, kExplicit };
+  explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread)
+      : Context(agent, scope, create(agent)) {}
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  /// Returns the pair (variable, gradient) for each leaf on this rank that a pass has reached.
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
+
+  /// Registers `fn` for the next pass. The pass calls `fn` once with this rank's final gradient of
+  /// `variable`, on the thread that computed the gradient, unless there is no gradient.
+  void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
+
+  const std::shared_ptr<ContextState>& state() const { return state_; }
+  rpc::Agent& agent() const { return agent_; }
+
+ private:
+  Context(rpc::Agent& agent, Scope scope, std::shared_ptr<ContextState> state);
+  static std::shared_ptr<ContextState> create(rpc::Agent& agent);
+
+  rpc::Agent& agent_;
+  const std::shared_ptr<Runtime> runtime_;
+  const std::shared_ptr<ContextState> state_;
+  const std::shared_ptr<std::atomic<bool>> ended_;  // shared with the thread's stack of contexts
 };
 
 /// A post-accumulate hook of a leaf. Torch's own backward() calls operator(). A pass over a
