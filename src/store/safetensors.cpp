@@ -257,26 +257,12 @@ at::Tensor SafetensorsFile::tensor(const std::string& name) const {
   });
 }
 
-namespace {
-
-rpc::NamedTensors read_all(const SafetensorsFile& file) {
+rpc::NamedTensors read_safetensors(const std::string& path) {
+  const InputFile input(path, InputFile::Kind::kRegular);
+  const SafetensorsFile file(path, input.size(), [&](auto... range) { input.read_at(range...); });
   rpc::NamedTensors tensors;
   for (const auto& [name, _] : file.tensors()) tensors[name] = file.tensor(name);
   return tensors;
-}
-
-}  // namespace
-
-rpc::NamedTensors read_safetensors(const std::string& path) {
-  const InputFile file(path, InputFile::Kind::kRegular);
-  return read_all({path, file.size(), [&file](auto... range) { file.read_at(range...); }});
-}
-
-rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name) {
-  return read_all({name, bytes.size(), [&bytes](uint64_t offset, std::span<uint8_t> out) {
-                     std::copy_n(bytes.begin() + static_cast<ptrdiff_t>(offset), out.size(),
-                                 out.begin());
-                   }});
 }
 
 std::string safetensors_header(std::span<TensorInfo> tensors) {

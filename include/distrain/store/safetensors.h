@@ -62,8 +62,6 @@ class SafetensorsFile {
 
 /// Reads all tensors of a file. Throws as SafetensorsFile does.
 rpc::NamedTensors read_safetensors(const std::string& path);
-/// Does the same as read_safetensors() for bytes in memory. Errors show `name` as the path.
-rpc::NamedTensors parse_safetensors(const std::vector<uint8_t>& bytes, const std::string& name);
 
 /// Returns the beginning of a file with `tensors`: the header's length and the header, padded with
 /// blanks to a multiple of 8 bytes. The caller writes the bytes of each tensor at its offset, which

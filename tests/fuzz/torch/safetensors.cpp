@@ -22,7 +22,7 @@ const std::string kHeader =
 void parse_safetensors(const Bytes& bytes) {
   const MemoryLimit limit(kSmall + 64 * bytes.size(), "a multiple of the file");
   try {
-    const auto tensors = store::parse_safetensors(bytes, "fuzz");
+    const auto tensors = testing::parse_safetensors(bytes, "fuzz");
     size_t total = 0;
     volatile unsigned sum = 0;  // reads each byte
     for (const auto& [name, tensor] : tensors) {
