@@ -25,10 +25,12 @@ std::string stem_of(const std::string& file) { return file.substr(0, file.rfind(
 // Returns the parts of a checkpoint that the server `server` of `servers` reads.
 PartSource source_of(const Snapshot& snapshot, const std::vector<std::string>& tables,
                      size_t server, size_t servers, bool with_states) {
+  const auto expect = [&](bool is_good, const std::string& otherwise) {
+    if (!is_good) snapshot.refuse(otherwise);
+  };
   const Json saved = snapshot.state.value("tables", Json());
   const Json parts = saved.is_object() ? saved.value("servers", Json()) : Json();
-  if (!parts.is_number_unsigned() || parts == 0 || parts > 99'999)
-    snapshot.refuse("it has no tables");
+  expect(parts.is_number_unsigned() && parts != 0 && parts <= 99'999, "it has no tables");
   const auto count = parts.get<int64_t>();
   const Json updates = saved.value("updates", Json());
   PartSource source{.path = std::filesystem::absolute(snapshot.path),
@@ -44,19 +46,16 @@ PartSource source_of(const Snapshot& snapshot, const std::vector<std::string>& t
   }
   for (const std::string& table : tables) {
     const Json each = updates.is_object() ? updates.value(table, Json()) : Json();
-    if (!each.is_array() || static_cast<int64_t>(each.size()) != count) {
-      snapshot.refuse("it has no table " + table);
-    }
+    expect(each.is_array() && std::ssize(each) == count, "it has no table " + table);
     for (int64_t part = 0; part < count; ++part) {
       const Json& number = each[static_cast<size_t>(part)];
-      if (!number.is_number_unsigned())
-        snapshot.refuse("the updates of " + table + " are no number");
+      expect(number.is_number_unsigned(), "the updates of " + table + " are no number");
       if (source.is_own && part != source.server) continue;
       uint64_t& highest = source.updates[table];
       highest = std::max(highest, number.get<uint64_t>());
     }
   }
-  if (updates.size() != tables.size()) snapshot.refuse("it has tables that the model has not");
+  expect(updates.size() == tables.size(), "it has tables that the model has not");
   return source;
 }
 
