@@ -68,11 +68,6 @@ void OutputFile::close() {
   if (result != 0) Disk::fail("cannot write", path_);
 }
 
-void OutputFile::finish() {
-  sync();
-  close();
-}
-
 FileSum OutputFile::finish_with_sum() {
   sync();
   struct stat info {};

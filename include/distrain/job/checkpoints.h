@@ -174,11 +174,21 @@ class Checkpoints {
   /// since `since`. Call save() after idle() has completed, on one thread at a time.
   void save(Content content, std::function<void(Content&)> fill, base::TimePoint since);
   /// Completes when no save is in progress, even if the save failed.
-  base::Future<void> idle() const;
+  base::Future<void> idle() const {
+    std::lock_guard lock(mutex_);
+    return idle_.shared();  // one caller's cancel() must not affect others
+  }
   /// Waits until no save is in progress. Throws the error of the last save, if it failed.
-  void finish() const;
+  void finish() const {
+    idle().wait();
+    std::lock_guard lock(mutex_);
+    if (error_) throw base::Exception(*error_);
+  }
   /// Returns a message about the last save; empty if there was none.
-  std::string last_saved() const;
+  std::string last_saved() const {
+    std::lock_guard lock(mutex_);
+    return last_saved_;
+  }
 
  private:
   struct Save;

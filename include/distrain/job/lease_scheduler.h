@@ -146,7 +146,10 @@ class LeaseScheduler {
   /// Sets the position to resume at. Call it before next(). Throws `bad_data` if it is invalid.
   void resume(Position position);
   /// Options::streams: returns the shard of `trainer` and its position before its first request.
-  ShardStart start_of(int trainer) const;
+  ShardStart start_of(int trainer) const {
+    std::lock_guard lock(mutex_);
+    return shards_.start_of(trainer);
+  }
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
@@ -167,15 +170,27 @@ class LeaseScheduler {
   /// Must be followed by go_on(), which hands out the trainer's remaining steps and may block.
   Lost lose(int trainer, std::optional<int64_t> made);
   void go_on();
-  int trainers_left() const;  ///< trainers that are not lost
+  int trainers_left() const {  ///< trainers that are not lost
+    std::lock_guard lock(mutex_);
+    return here_locked();
+  }
   /// Returns the mean number of steps per trainer since the job's beginning.
-  int64_t steps_of_each() const;
+  int64_t steps_of_each() const {
+    std::lock_guard lock(mutex_);
+    return position_.total / options_.trainers;
+  }
   /// Returns the total number of steps that the current processes of the trainers have completed.
   int64_t steps_made() const;
   /// Makes all trainers save as soon as possible and continue, if the job saves at all.
-  void request_save();
+  void request_save() {
+    std::lock_guard lock(mutex_);
+    if (options_.save && save_at_ == kNever) save_at_ = furthest_locked();
+  }
   /// Ends the job early, but in the same way as after its last step.
-  void finish();
+  void finish() {
+    std::lock_guard lock(mutex_);
+    if (finish_at_ == kNever) finish_at_ = furthest_locked();
+  }
   /// Makes all current and later calls of next() fail with `error`.
   void fail(const base::Error& error);
   /// Returns a Wait that names the trainers for which others wait; empty if no trainer waits.
@@ -213,14 +228,17 @@ class LeaseScheduler {
 
   TrainerState& state_of(int trainer) { return trainers_[static_cast<size_t>(trainer)]; }
   void resume_streams(Position& position);
-  int here_locked() const;
+  int here_locked() const {
+    return static_cast<int>(std::ranges::count_if(trainers_, &TrainerState::is_here));
+  }
   std::optional<Task> task_locked(int trainer, int64_t wanted);
   std::optional<Task> take_locked(int trainer, int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
   int64_t allowed_locked(int trainer) const;
   Round round_locked() const;
   int64_t furthest_locked() const;
-  int64_t next_save() const;
+  /// Returns the steps per trainer at the next periodic save, a multiple of the interval.
+  int64_t next_save() const { return (saved_ / options_.save_every + 1) * options_.save_every; }
   int64_t gate_locked() const;
   bool epoch_over() const;
   /// Returns true if the number of epochs limits the job.

@@ -25,7 +25,11 @@ class Predictions {
   void load(const table::ShardedEmbedding& tables) const;
 
   /// Emits the `prediction` line of the next example.
-  void tell(const Json& fields);
+  void tell(const Json& fields) {
+    Json line{{"index", told_++}};
+    line.update(fields);
+    sink_.emit("prediction", line);
+  }
   /// Emits a `prediction` line with the best label and the softmax for each row of `scores`
   /// [n, labels]. `targets` [n] has the index of each expected label; an index below 0 means that
   /// it is unknown. `labels` has the labels' names; if empty, the lines show label indices.
@@ -34,7 +38,10 @@ class Predictions {
   /// Adds a field, which the job declares, to the `end` line.
   void add(const std::string& name, const Json& value) { added_[name] = value; }
   /// Sets the evaluation in the `end` line. Not needed with tell_labels(), which computes accuracy.
-  void evaluated(const Evaluation& evaluation, Unit unit);
+  void evaluated(const Evaluation& evaluation, Unit unit) {
+    evaluation_ = evaluation;
+    unit_ = unit;
+  }
 
   /// Returns the fields of `predict` in the `end` line, such as the number of predictions.
   Json fields() const;

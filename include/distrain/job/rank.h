@@ -20,7 +20,7 @@ class Roles {
   };
 
   void add(const std::string& name, int count, bool numbered);
-  int world_size() const;
+  int world_size() const { return roles_.empty() ? 0 : roles_.back().first + roles_.back().count; }
   /// Returns the role of this name. Throws `internal` if there is none.
   const Role& named(const std::string& name) const;
   const Role& of(int rank) const;

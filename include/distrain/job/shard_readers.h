@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -45,9 +46,11 @@ class ShardReaders {
   std::optional<ShardStart> move(int trainer);
   bool can_move(int trainer) const { return shard_for(trainer).has_value(); }
   /// Returns true if a shard has batches to skip, which its position cannot express.
-  bool has_skip() const;
+  bool has_skip() const {
+    return std::ranges::any_of(shards_, [](const Shard& shard) { return shard.skip > 0; });
+  }
   /// Returns true if the data of all shards has ended in this epoch.
-  bool ended() const;
+  bool ended() const { return std::ranges::all_of(shards_, &Shard::ended); }
   /// Begins the next epoch. If ended(), with one shard for each trainer again.
   void begin_epoch();
 

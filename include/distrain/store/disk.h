@@ -64,7 +64,10 @@ class OutputFile {
   void write_at(uint64_t offset, std::span<const uint8_t> bytes) const;
   void sync() const;
   /// Syncs the file to disk and closes it.
-  void finish();
+  void finish() {
+    sync();
+    close();
+  }
   /// Does the same as finish(), but reads the file before it is closed, to compute its hash.
   FileSum finish_with_sum();
 

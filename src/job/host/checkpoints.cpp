@@ -356,20 +356,4 @@ void Checkpoints::write_file(store::Saving& saving, const std::string& name,
   saving.add(name, file);
 }
 
-base::Future<void> Checkpoints::idle() const {
-  std::lock_guard lock(mutex_);
-  return idle_.shared();  // one caller's cancel() must not affect others
-}
-
-void Checkpoints::finish() const {
-  idle().wait();
-  std::lock_guard lock(mutex_);
-  if (error_) throw base::Exception(*error_);
-}
-
-std::string Checkpoints::last_saved() const {
-  std::lock_guard lock(mutex_);
-  return last_saved_;
-}
-
 }  // namespace distrain::job

@@ -97,11 +97,6 @@ void LeaseScheduler::resume_streams(Position& position) {
   shards_.resume(streams, of_epoch == 0);
 }
 
-ShardStart LeaseScheduler::start_of(int trainer) const {
-  std::lock_guard lock(mutex_);
-  return shards_.start_of(trainer);
-}
-
 base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& demand) {
   base::Future<Task> future;
   {
@@ -137,20 +132,6 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& dema
   advance();
   tell_who_rests();
   return future;
-}
-
-int LeaseScheduler::here_locked() const {
-  return static_cast<int>(std::ranges::count_if(trainers_, &TrainerState::is_here));
-}
-
-int LeaseScheduler::trainers_left() const {
-  std::lock_guard lock(mutex_);
-  return here_locked();
-}
-
-int64_t LeaseScheduler::steps_of_each() const {
-  std::lock_guard lock(mutex_);
-  return position_.total / options_.trainers;
 }
 
 int64_t LeaseScheduler::steps_made() const {
@@ -269,11 +250,6 @@ std::vector<rpc::Wait> LeaseScheduler::waits() const {
   return {{"the next task of all, which wants trainer " + missing, since}};
 }
 
-// Returns the steps per trainer at the next periodic save, a multiple of the interval.
-int64_t LeaseScheduler::next_save() const {
-  return (saved_ / options_.save_every + 1) * options_.save_every;
-}
-
 // Returns the number of steps per trainer after which all trainers next stop, to save or to end.
 int64_t LeaseScheduler::gate_locked() const {
   const int64_t last = options_.steps > 0 ? options_.steps : kNever;
@@ -290,11 +266,6 @@ int64_t LeaseScheduler::furthest_locked() const {
   return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
 }
 
-void LeaseScheduler::request_save() {
-  std::lock_guard lock(mutex_);
-  if (options_.save && save_at_ == kNever) save_at_ = furthest_locked();
-}
-
 void LeaseScheduler::fail(const base::Error& error) {
   std::map<int, Request> waiting;
   {
@@ -303,11 +274,6 @@ void LeaseScheduler::fail(const base::Error& error) {
     waiting.swap(waiting_);
   }
   for (auto& [who, request] : waiting) request.promise.fail(error);
-}
-
-void LeaseScheduler::finish() {
-  std::lock_guard lock(mutex_);
-  if (finish_at_ == kNever) finish_at_ = furthest_locked();
 }
 
 std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {

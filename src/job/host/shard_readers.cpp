@@ -1,7 +1,5 @@
 #include "distrain/job/shard_readers.h"
 
-#include <algorithm>
-
 namespace distrain::job {
 
 ShardReaders::ShardReaders(int trainers) : trainers_(trainers) {
@@ -73,12 +71,6 @@ std::optional<ShardStart> ShardReaders::move(int trainer) {
   shards_[*next].reader = trainer;
   return start_of(trainer);
 }
-
-bool ShardReaders::has_skip() const {
-  return std::ranges::any_of(shards_, [](const Shard& shard) { return shard.skip > 0; });
-}
-
-bool ShardReaders::ended() const { return std::ranges::all_of(shards_, &Shard::ended); }
 
 void ShardReaders::begin_epoch() {
   if (ended()) return divide();

@@ -301,10 +301,6 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
   });
 }
 
-void TrainingHost::request_save() {
-  if (LeaseScheduler* const scheduler = current_) scheduler->request_save();
-}
-
 void TrainingHost::report(Seat seat, const Report& report) {
   std::lock_guard lock(mutex_);
   check_seat_locked(seat);

@@ -79,7 +79,9 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
 
   /// Makes all trainers save as soon as possible and continue. Takes no lock, because a failed
   /// write of a JSON line may call this function while the lock is held.
-  void request_save();
+  void request_save() {
+    if (LeaseScheduler* const scheduler = current_) scheduler->request_save();
+  }
   std::vector<rpc::Wait> waits() const override {
     const LeaseScheduler* const scheduler = current_;
     return scheduler ? scheduler->waits() : std::vector<rpc::Wait>();

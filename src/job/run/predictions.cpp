@@ -16,12 +16,6 @@ void Predictions::load(const table::ShardedEmbedding& tables) const {
   load_tables(snapshot_, tables.table_names(), *tables.local_server());
 }
 
-void Predictions::tell(const Json& fields) {
-  Json line{{"index", told_++}};
-  line.update(fields);
-  sink_.emit("prediction", line);
-}
-
 void Predictions::tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                               const std::vector<std::string>& labels) {
   const auto name_of = [&](int64_t label) {
@@ -43,11 +37,6 @@ void Predictions::tell_labels(const at::Tensor& scores, const at::Tensor& target
     }
     tell(fields);
   }
-}
-
-void Predictions::evaluated(const Evaluation& evaluation, Unit unit) {
-  evaluation_ = evaluation;
-  unit_ = unit;
 }
 
 Json Predictions::fields() const {

@@ -11,10 +11,6 @@ void Roles::add(const std::string& name, int count, bool numbered) {
   roles_.push_back({name, world_size(), count, numbered});
 }
 
-int Roles::world_size() const {
-  return roles_.empty() ? 0 : roles_.back().first + roles_.back().count;
-}
-
 const Roles::Role& Roles::named(const std::string& name) const {
   const auto it = std::ranges::find(roles_, name, &Role::name);
   if (it != roles_.end()) return *it;
