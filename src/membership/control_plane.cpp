@@ -182,7 +182,7 @@ net::Stream::Handler ControlPlane::watch_peer_on_loop(int rank, const net::Strea
                                                       net::Stream::Handler handler) {
   const Link link = add_on_loop(stream);
   if (protocol_) {
-    protocol_->open(rank, link, base::Clock::now());
+    protocol_->open(rank, link, base::Clock::now(), stream->peer_name() == "unix");
   } else {
     close(link, false);
   }

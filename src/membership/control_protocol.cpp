@@ -73,13 +73,13 @@ bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
 
 // ---- connections for calls ----
 
-void ControlProtocol::open(int rank, Link link, base::TimePoint now) {
+void ControlProtocol::open(int rank, Link link, base::TimePoint now, bool is_local) {
   if (state_ == State::kOver) {  // opened while this rank sent its last messages
     transport_.send(link, last_message_);
     transport_.close(link, true);
     return;
   }
-  connections_[link] = {rank, false, now, false};
+  connections_[link] = {rank, false, now, is_local};
 }
 
 // Accepts connections even before kGo, because the coordinator sends kGo to one rank after the
@@ -177,7 +177,8 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   std::vector<Link> silent;
   for (auto& [link, connection] : connections_) {
     if (overslept) connection.heard = now;
-    if (judges && now - connection.heard >= limit) silent.push_back(link);
+    const bool is_silent = judges && !connection.is_local && now - connection.heard >= limit;
+    if (is_silent) silent.push_back(link);
   }
   for (const Link link : silent) {
     const auto found = connections_.find(link);
@@ -197,14 +198,15 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
     if (state_ == State::kOver) return base::kNever;
   }
   if (now >= next_beat_) {
-    for (const auto& [link, connection] : connections_)
-      transport_.send(link, {FrameKind::kHeartbeat});
+    for (const auto& [link, connection] : connections_) {
+      if (!connection.is_local) transport_.send(link, {FrameKind::kHeartbeat});
+    }
     next_beat_ = now + interval_;
   }
   wake_at_ = next_beat_;
   if (judges) {
     for (const auto& [link, connection] : connections_) {
-      wake_at_ = std::min(wake_at_, connection.heard + limit);
+      if (!connection.is_local) wake_at_ = std::min(wake_at_, connection.heard + limit);
     }
   }
   return wake_at_;

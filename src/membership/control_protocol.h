@@ -27,7 +27,8 @@ using wire::FrameKind;
 // connection to rank 0, the coordinator, and reports the losses that it sees to the coordinator,
 // which reports them to all ranks. So a job has O(N) control connections and not O(N²). Calls use
 // connections of their own. Both ends monitor these too, because the link between two ranks may
-// fail while their connections to rank 0 stay intact.
+// fail while their connections to rank 0 stay intact. That cannot happen within a host, so no
+// heartbeats travel over unix sockets for calls: with N ranks they would be O(N²) messages.
 //
 // A call connection that breaks without a message proves little: the other end may have left
 // because of a loss that this rank does not know yet. So this rank only reports the break to the
@@ -134,8 +135,9 @@ class ControlProtocol {
     state_ = State::kOver;
     send_to_all({FrameKind::kLeave});
   }
-  /// Called when a call connection to `rank` is open. The rank must not be lost: see is_here().
-  void open(int rank, Link link, base::TimePoint now);
+  /// Called when a call connection to `rank` is open, which is monitored if not `is_local`, within
+  /// this host. The rank must not be lost: see is_here().
+  void open(int rank, Link link, base::TimePoint now, bool is_local = false);
   /// Returns true if this rank is running, and `rank` has neither left the job nor been lost.
   bool is_here(int rank) const {
     return state_ == State::kRunning && presence(rank) == Presence::kHere;
@@ -178,6 +180,7 @@ class ControlProtocol {
     int rank = 0;
     bool is_control = false;
     base::TimePoint heard;
+    bool is_local = false;
     bool is_leaving = false;
   };
 
@@ -190,7 +193,7 @@ class ControlProtocol {
   virtual void suspect(int rank, const Error& error) = 0;
 
   void add_control(int rank, Link link, base::TimePoint now) {
-    connections_[link] = {rank, true, now, false};
+    connections_[link] = {rank, true, now};
   }
   /// Calls on_go(). If that throws, calls abort() and returns false.
   bool begin_running(std::vector<wire::RankDevices> devices);

@@ -144,7 +144,7 @@ class Counts final : public ControlTransport {
   void on_directory(const wire::Directory&) override {}
   void on_go(std::vector<wire::RankDevices>) override {}
   void on_failed(const Error& error) override { FAIL(error.message); }
-  void on_lost(const membership::Loss&) override {}
+  void on_lost(const membership::Loss& loss) override { lost.push_back(loss.rank); }
   void on_returned(int, const wire::RankDevices&) override {}
   void on_round(uint64_t round, uint64_t) override { rounds = round + 1; }
 
@@ -152,6 +152,7 @@ class Counts final : public ControlTransport {
   std::map<FrameKind, uint64_t> bytes;  // shared buffers count once
   std::set<std::shared_ptr<const wire::Bytes>> bodies;
   uint64_t rounds = 0;
+  std::vector<int> lost;
 };
 
 }  // namespace
@@ -200,6 +201,40 @@ TEST_CASE("the work of rank 0 grows linearly with the number of ranks") {
   }
   CHECK(counts.rounds == kRounds);
   CHECK(coordinator.looks() - before <= kRounds * 3 * kRanks);
+}
+
+TEST_CASE("a connection for calls has heartbeats and a timeout, except within a host") {
+  Counts counts;
+  membership::ControlSettings settings;
+  settings.job = kSimulatedJob;
+  settings.names = {"w0", "w1", "w2"};
+  settings.peer_timeout = std::chrono::seconds(2);
+  const base::TimePoint start{};
+  Coordinator coordinator(settings, counts, start);
+  coordinator.begin();
+  const auto join = [&](Link link, int rank) {
+    REQUIRE_FALSE(coordinator.join(link, rank, {kSimulatedJob, 0, {}, {}}, start));
+  };
+  join(1, 1);
+  join(2, 2);
+  coordinator.prepared({});
+  const wire::Bytes devices = wire::encode(wire::RankDevices{});
+  for (const Link link : {1, 2}) coordinator.receive(link, {FrameKind::kPrepared, 0, 0, devices});
+  REQUIRE(coordinator.is_running());
+  coordinator.open(1, 11, start, true);
+  coordinator.open(2, 12, start, false);
+  const uint64_t before = counts.frames[FrameKind::kHeartbeat];
+  base::TimePoint now = start;
+  const auto tick = [&] {
+    now += std::chrono::milliseconds(500);
+    for (const Link link : {1, 2}) coordinator.heard(link, now);
+    coordinator.tick(now);
+  };
+  for (int i = 0; i < 3; ++i) tick();
+  CHECK(counts.frames[FrameKind::kHeartbeat] - before == 3 * 3);
+  CHECK(counts.lost.empty());
+  tick();
+  CHECK(counts.lost == std::vector{2});
 }
 
 }  // namespace distrain::fake_network
