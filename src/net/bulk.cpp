@@ -42,10 +42,6 @@ bool BulkSocket::open(Loop& loop, Fd socket) {
 
 void BulkSocket::watch_on_loop(int events) {
   if (!is_polled_ || events == std::exchange(watched_, events)) return;
-  if (events == 0) {
-    uv_poll_stop(&poll_);
-    return;
-  }
   uv_poll_start(&poll_, events, [](uv_poll_t* handle, int status, int seen) noexcept {
     const auto self = static_cast<BulkSocket*>(handle->data)->shared_from_this();
     if (status < 0) self->watched_ = 0;  // libuv has stopped the handle

@@ -31,6 +31,9 @@ Fd open_socket(int family);
 /// Returns an option of the socket, or 0 if it has no such option.
 int socket_option(int fd, int level, int name);
 void set_socket_option(int fd, int level, int name, int value);
+/// Replaces BBR, which paces what it sends: within one host large messages take twice as long for
+/// no benefit.
+void avoid_bbr(int fd);
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 /// Calls getaddrinfo(), which may block for long unless `flags` include AI_NUMERICHOST.

@@ -12,6 +12,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -196,6 +197,16 @@ int socket_option(int fd, int level, int name) {
 
 void set_socket_option(int fd, int level, int name, int value) {
   setsockopt(fd, level, name, &value, sizeof value);
+}
+
+void avoid_bbr(int fd) {
+  char name[16] = {};
+  socklen_t size = sizeof name;
+  getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size);
+  if (!std::string_view(name, size).starts_with("bbr")) return;
+  for (const std::string_view other : {"cubic", "reno"}) {
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, other.data(), other.size()) == 0) return;
+  }
 }
 
 std::string endpoint_text(const std::string& given, uint16_t port) {

@@ -4,7 +4,6 @@
 #include <deque>
 
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <uv.h>
 
@@ -29,17 +28,6 @@ constexpr int kUnixSendBuffer = 1 << 20;
 constexpr size_t kMostWaiting = size_t{64} << 20;
 // Memory of such a frame beside its bytes, about.
 constexpr size_t kCostOfWaiting = 1024;
-
-// BBR paces what it sends: within one host large messages take twice as long for no benefit.
-void avoid_bbr(int fd) {
-  char name[16] = {};
-  socklen_t size = sizeof name;
-  getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size);
-  if (!std::string_view(name, size).starts_with("bbr")) return;
-  for (const std::string_view other : {"cubic", "reno"}) {
-    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, other.data(), other.size()) == 0) return;
-  }
-}
 
 base::Error closed_here() {
   return base::Error{base::ErrorKind::kCancelled, "closed on this side"};
@@ -234,10 +222,6 @@ class SocketStream final : public Stream,
     const int events = (readable ? UV_READABLE : 0) | (writable ? UV_WRITABLE : 0);
     watches_writable_ = writable;
     if (!opened_ || finished_ || events == std::exchange(watched_, events)) return;
-    if (events == 0) {
-      uv_poll_stop(&poll_);
-      return;
-    }
     uv_poll_start(&poll_, events, [](uv_poll_t* handle, int status, int seen) noexcept {
       static_cast<SocketStream*>(handle->data)->on_ready_on_loop(status, seen);
     });
@@ -333,12 +317,14 @@ class SocketStream final : public Stream,
     if (is_for_arena(frame.header)) offer_arena_on_loop();
     if (frame.header.in_bulk) return wait_for_bulk_on_loop(std::move(frame));
     if (!must_wait(frame.header)) return pass_on_loop(std::move(frame));
-    waiting_bytes_ += bytes_of(frame);
+    waiting_bytes_ += cost_of(frame);
     waiting_.push_back(std::move(frame));
   }
 
-  static size_t bytes_of(const InFrame& frame) {
-    return kCostOfWaiting + frame.meta.size() + frame.payload.size();
+  // Returns the memory that a waiting frame takes, without a payload that has come in bulk.
+  static size_t cost_of(const InFrame& frame) {
+    const uint64_t payload = frame.header.payload_bytes;
+    return kCostOfWaiting + frame.meta.size() + (payload < wire::kLeastInBulk ? payload : 0);
   }
 
   void pass_on_loop(InFrame frame) {
@@ -353,7 +339,7 @@ class SocketStream final : public Stream,
       throw base::Exception(base::ErrorKind::kProtocol, "a bulk connection that is not agreed");
     }
     const uint64_t bytes = frame.header.payload_bytes;
-    waiting_bytes_ += bytes_of(frame);
+    waiting_bytes_ += cost_of(frame);
     waiting_.push_back(std::move(frame));
     bulk_receiver_->expect(bytes, [weak = weak_from_this(), loop = loop_](base::BufferPtr payload) {
       loop->post([weak, payload = std::move(payload)] {
@@ -383,15 +369,14 @@ class SocketStream final : public Stream,
   void take_bulk_on_loop(const base::BufferPtr& payload) {
     if (waiting_.empty()) return;  // the stream has ended
     InFrame& first = waiting_.front();
-    waiting_bytes_ -= bytes_of(first);
     first.header.in_bulk = false;
     first.payload = {payload->data, first.header.payload_bytes};
     first.body = owner_of(std::move(first.body), payload);
     loop_->note_activity_on_loop();
-    for (bool is_first = true; !waiting_.empty() && !waiting_.front().header.in_bulk;) {
+    while (!waiting_.empty() && !waiting_.front().header.in_bulk) {
       InFrame frame = std::move(waiting_.front());
       waiting_.pop_front();
-      if (!std::exchange(is_first, false)) waiting_bytes_ -= bytes_of(frame);
+      waiting_bytes_ -= cost_of(frame);
       pass_on_loop(std::move(frame));
     }
     if (ended_ && waiting_.empty()) return finish_on_loop(*ended_);
