@@ -24,16 +24,15 @@ template <class Transport>
 struct BulkPair : Pair<Transport> {
   BulkPair() {
     on_loop(this->loop, [this] {
-      this->a->use_bulk_on_loop([this] { connect_on_loop(*this->a, *this->b); });
-      this->b->use_bulk_on_loop([this] { connect_on_loop(*this->b, *this->a); });
+      this->a->use_bulk_on_loop([this] { connect_on_loop(*this->a, *this->b, from_a); });
+      this->b->use_bulk_on_loop([this] { connect_on_loop(*this->b, *this->a, from_b); });
     });
   }
-  void connect_on_loop(Stream& from, Stream& to) {
-    ++opened;
-    auto [first, second] = Transport::connected();
-    from.send_bulk_on_loop(sends, std::move(first));
-    CHECK(to.receive_bulk_on_loop(receives, std::move(second)));
+  void connect_on_loop(Stream& from, Stream& to, std::pair<Fd, Fd>& connection) {
+    from.send_bulk_on_loop(sends, std::move(connection.first));
+    opened += to.receive_bulk_on_loop(receives, std::move(connection.second));
   }
+  std::pair<Fd, Fd> from_a = Transport::connected(), from_b = Transport::connected();
   std::atomic<int> opened = 0;
   Loop sends, receives;
 };
@@ -42,11 +41,12 @@ struct BulkPair : Pair<Transport> {
 template <class Transport>
 struct BulkHalf : Half<Transport> {
   explicit BulkHalf(bool is_open = true) {
-    on_loop(this->loop, [this] {
-      this->stream->use_bulk_on_loop([this] {
-        auto [first, second] = Transport::connected();
-        received = std::move(second);
-        this->stream->send_bulk_on_loop(bulk_loop, std::move(first));
+    auto [first, second] = Transport::connected();
+    received = std::move(second);
+    on_loop(this->loop, [this, fd = std::make_shared<Fd>(std::move(first))] {
+      this->stream->use_bulk_on_loop([this, fd] {
+        this->stream->send_bulk_on_loop(bulk_loop, std::move(*fd));
+        sends = true;
       });
     });
     if (is_open) open();
@@ -54,17 +54,15 @@ struct BulkHalf : Half<Transport> {
   void open() {
     auto [first, second] = Transport::connected();
     sent = std::move(second);
-    on_loop(this->loop, [this, fd = std::move(first)]() mutable {
-      CHECK(this->stream->receive_bulk_on_loop(bulk_loop, std::move(fd)));
+    bool is_first = false;
+    on_loop(this->loop, [this, &is_first, fd = std::move(first)]() mutable {
+      is_first = this->stream->receive_bulk_on_loop(bulk_loop, std::move(fd));
     });
+    CHECK(is_first);
   }
-  // Waits until the stream has opened the connection for its own payloads.
+  // Waits until the stream uses the connection for its own payloads.
   void wait_for_sender() {
-    REQUIRE(eventually([&] {
-      bool is_open = false;
-      on_loop(this->loop, [&] { is_open = received.valid(); });
-      return is_open;
-    }));
+    REQUIRE(eventually([&] { return sends.load(); }));
   }
   // Writes a frame without its payload.
   void announce(const OutFrame& frame) {
@@ -85,6 +83,7 @@ struct BulkHalf : Half<Transport> {
   }
 
   Fd sent, received;
+  std::atomic<bool> sends = false;
   Loop bulk_loop;
 };
 
