@@ -12,8 +12,8 @@
 
 namespace distrain::testing {
 
-/// Returns the part of a rank's trace that begins at event number `first`.
-using TraceAnswer = std::function<rpc::TraceChunk(uint64_t first)>;
+/// Returns a rank's trace.
+using TraceAnswer = std::function<rpc::ExportedTrace()>;
 
 namespace detail {
 
@@ -24,8 +24,8 @@ struct FakeTrace {
 inline rpc::ClockAnswer fake_clock(rpc::CallContext& call) {
   return call.agent.local<FakeTrace>().clock;
 }
-inline rpc::TraceChunk fake_trace(rpc::CallContext& call, uint64_t first) {
-  return call.agent.local<FakeTrace>().answer(first);
+inline rpc::ExportedTrace fake_trace(rpc::CallContext& call) {
+  return call.agent.local<FakeTrace>().answer();
 }
 
 }  // namespace detail
@@ -40,14 +40,14 @@ inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer, rpc::ClockA
   agent.expose<&detail::fake_trace>("distrain.trace.events");
 }
 
-/// Returns the first part, with one event, of a trace that claims `events` events.
-inline rpc::TraceChunk first_part(uint64_t events) {
-  rpc::TraceChunk part;
-  part.texts = {"name", "category"};
-  part.tracks = {{"main", events}};
+/// Returns a trace of one event that claims to have `events` events.
+inline rpc::ExportedTrace exported_trace(uint64_t events) {
+  rpc::ExportedTrace trace;
+  trace.texts = {"name", "category"};
+  trace.tracks = {{"main", events}};
   // The columns are kind, name, category, key, value, start, end, id.
-  part.events = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
-  return part;
+  trace.events = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
+  return trace;
 }
 
 }  // namespace distrain::testing

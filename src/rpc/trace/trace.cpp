@@ -12,125 +12,94 @@ namespace {
 
 using Kind = base::TraceEvent::Kind;
 
-constexpr int64_t kChunk = 1 << 16;  // events in a chunk; 4 MiB
-
 // Before a trace is read, threads have this time to end the slices of calls already answered.
 constexpr base::Duration kSliceTimeout = std::chrono::seconds(2);
-
-/// Encodes this rank's events as chunks.
-class TraceExport {
- public:
-  TraceChunk chunk(base::Tracer& tracer, uint64_t first) {
-    std::lock_guard lock(mutex_);
-    if (first == 0) {
-      tracer.stop();
-      tracer.wait_until_closed(kSliceTimeout);
-      flatten(tracer);
-    }
-    if (!events_.defined() || first > static_cast<uint64_t>(events_.size(0))) {
-      base::invalid("no such part of the trace");
-    }
-    TraceChunk chunk;
-    if (first == 0) chunk = std::move(head_);
-    const int64_t from = static_cast<int64_t>(first);
-    const int64_t to = std::min(from + kChunk, events_.size(0));
-    chunk.events = events_.slice(0, from, to);
-    if (to == events_.size(0)) events_ = at::Tensor();
-    return chunk;
-  }
-
- private:
-  void flatten(base::Tracer& tracer) {
-    const std::vector<base::TraceTrack> tracks = tracer.tracks();
-    head_ = {};
-    head_.dropped = tracer.dropped();
-    size_t count = 0;
-    for (const base::TraceTrack& track : tracks) count += track.events.size();
-    events_ = at::empty({static_cast<int64_t>(count), kTraceColumns}, at::kLong);
-    auto* row = events_.mutable_data_ptr<int64_t>();
-    std::unordered_map<const char*, int64_t> places;
-    const auto place = [&](const char* text) {
-      const auto [it, is_new] = places.try_emplace(text, head_.texts.size());
-      if (is_new) head_.texts.emplace_back(text);
-      return it->second;
-    };
-    for (const base::TraceTrack& track : tracks) {
-      head_.tracks.emplace_back(track.name, track.events.size());
-      for (const base::TraceEvent& event : track.events) {
-        *row++ = static_cast<int64_t>(event.kind);
-        *row++ = place(event.name);
-        *row++ = place(event.category);
-        *row++ = event.key ? place(event.key) : -1;
-        *row++ = event.value;
-        *row++ = event.start;
-        *row++ = event.end;
-        *row++ = static_cast<int64_t>(event.id);
-      }
-    }
-  }
-
-  std::mutex mutex_;
-  TraceChunk head_;
-  at::Tensor events_;
-};
 
 ClockAnswer read_trace_clock(CallContext& call) {
   const base::Tracer& tracer = *call.agent.tracer();
   return {tracer.clock_domain(), tracer.shown(base::Tracer::now())};
 }
 
-/// Returns the events from index `first` on. If `first` is 0, stops the tracer first.
-TraceChunk read_trace(CallContext& call, uint64_t first) {
-  return call.agent.local<TraceExport>().chunk(*call.agent.tracer(), first);
+/// Stops this rank's tracer and returns its events.
+ExportedTrace read_trace(CallContext& call) {
+  base::Tracer& tracer = *call.agent.tracer();
+  tracer.stop();
+  tracer.wait_until_closed(kSliceTimeout);
+  const std::vector<base::TraceTrack> tracks = tracer.tracks();
+  ExportedTrace trace{.dropped = tracer.dropped()};
+  size_t count = 0;
+  for (const base::TraceTrack& track : tracks) count += track.events.size();
+  trace.events = at::empty({static_cast<int64_t>(count), kTraceColumns}, at::kLong);
+  auto* row = trace.events.mutable_data_ptr<int64_t>();
+  std::unordered_map<const char*, int64_t> places;
+  const auto place = [&](const char* text) {
+    const auto [it, is_new] = places.try_emplace(text, trace.texts.size());
+    if (is_new) trace.texts.emplace_back(text);
+    return it->second;
+  };
+  for (const base::TraceTrack& track : tracks) {
+    trace.tracks.emplace_back(track.name, track.events.size());
+    for (const base::TraceEvent& event : track.events) {
+      *row++ = static_cast<int64_t>(event.kind);
+      *row++ = place(event.name);
+      *row++ = place(event.category);
+      *row++ = event.key ? place(event.key) : -1;
+      *row++ = event.value;
+      *row++ = event.start;
+      *row++ = event.end;
+      *row++ = static_cast<int64_t>(event.id);
+    }
+  }
+  return trace;
 }
 
 }  // namespace
 
 void expose_trace(Agent& agent) {
-  agent.provide(std::make_shared<TraceExport>());
   agent.expose<&read_trace_clock>("distrain.trace.clock");
   agent.expose<&read_trace>("distrain.trace.events");
 }
 
-TraceImport::TraceImport(base::Tracer& tracer, const TraceChunk& first) {
-  for (const std::string& text : first.texts) texts_.push_back(tracer.intern({}, text));
-  for (const auto& [name, count] : first.tracks) {
-    if (count > base::Tracer::kLimit - total_) wire::Reader::fail("a trace of too many events");
-    tracks_.push_back({name, {}});
-    tracks_.back().events.reserve(count);
-    wanted_.push_back(count);
-    total_ += count;
-  }
-}
-
-void TraceImport::add(const at::Tensor& events) {
+std::vector<base::TraceTrack> import_trace(base::Tracer& tracer, const ExportedTrace& trace) {
+  const at::Tensor& events = trace.events;
   if (!events.defined() || events.scalar_type() != at::kLong || events.dim() != 2 ||
-      events.size(1) != kTraceColumns || (events.size(0) == 0 && !complete())) {
-    wire::Reader::fail("a malformed part of a trace");
+      events.size(1) != kTraceColumns) {
+    wire::Reader::fail("a malformed trace");
   }
-  const auto text = [this](int64_t place) {
-    if (place < 0 || place >= static_cast<int64_t>(texts_.size())) {
+  auto left = static_cast<uint64_t>(events.size(0));
+  if (left > base::Tracer::kLimit) wire::Reader::fail("a trace of too many events");
+  std::vector<const char*> texts;
+  for (const std::string& text : trace.texts) texts.push_back(tracer.intern({}, text));
+  const auto text = [&texts](int64_t place) {
+    if (place < 0 || place >= static_cast<int64_t>(texts.size())) {
       wire::Reader::fail("a trace with a text that is not there");
     }
-    return texts_[static_cast<size_t>(place)];
+    return texts[static_cast<size_t>(place)];
   };
   const at::Tensor rows = events.contiguous();
   const auto* row = rows.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < rows.size(0); ++i, row += kTraceColumns) {
-    while (track_ < tracks_.size() && tracks_[track_].events.size() == wanted_[track_]) ++track_;
-    const bool is_known = row[0] >= 0 && row[0] <= static_cast<int64_t>(Kind::kAsync);
-    const bool is_slice = is_time(row[5]) && is_time(row[6]) && row[5] <= row[6];
-    // The start of a flow must lie within its slice.
-    const bool leaves_later =
-        row[0] == static_cast<int64_t>(Kind::kFlowOut) && (row[4] < row[5] || row[4] > row[6]);
-    if (track_ == tracks_.size() || !is_known || !is_slice || leaves_later) {
-      wire::Reader::fail("a malformed event in a trace");
+  std::vector<base::TraceTrack> tracks;
+  for (const auto& [name, count] : trace.tracks) {
+    if (count > left) wire::Reader::fail("a trace with fewer events than its tracks have");
+    left -= count;
+    base::TraceTrack& track = tracks.emplace_back(base::TraceTrack{name, {}});
+    track.events.reserve(count);
+    for (uint64_t i = 0; i < count; ++i, row += kTraceColumns) {
+      const bool is_known = row[0] >= 0 && row[0] <= static_cast<int64_t>(Kind::kAsync);
+      const bool is_slice = is_time(row[5]) && is_time(row[6]) && row[5] <= row[6];
+      // The start of a flow must lie within its slice.
+      const bool leaves_later =
+          row[0] == static_cast<int64_t>(Kind::kFlowOut) && (row[4] < row[5] || row[4] > row[6]);
+      if (!is_known || !is_slice || leaves_later) {
+        wire::Reader::fail("a malformed event in a trace");
+      }
+      track.events.push_back({static_cast<Kind>(row[0]), text(row[1]), text(row[2]),
+                              row[3] < 0 ? nullptr : text(row[3]), row[4], row[5], row[6],
+                              static_cast<uint64_t>(row[7])});
     }
-    tracks_[track_].events.push_back({static_cast<Kind>(row[0]), text(row[1]), text(row[2]),
-                                      row[3] < 0 ? nullptr : text(row[3]), row[4], row[5], row[6],
-                                      static_cast<uint64_t>(row[7])});
-    ++events_;
   }
+  if (left > 0) wire::Reader::fail("a trace with more events than its tracks have");
+  return tracks;
 }
 
 // ---- on rank 0 ----
@@ -165,13 +134,8 @@ ClockReading read_clock(Agent& agent, int rank) try {
 }
 
 base::RankTrace collect_from(Agent& agent, int rank) try {
-  TraceChunk chunk = agent.rpc_sync<&read_trace>(To(rank).without_deadline(), uint64_t{0});
-  TraceImport import(*agent.tracer(), chunk);
-  import.add(chunk.events);
-  while (!import.complete()) {
-    import.add(agent.rpc_sync<&read_trace>(To(rank).without_deadline(), import.events()).events);
-  }
-  return {rank, agent.worker(rank).name, import.take(), chunk.dropped};
+  const auto trace = agent.rpc_sync<&read_trace>(To(rank).without_deadline());
+  return {rank, agent.worker(rank).name, import_trace(*agent.tracer(), trace), trace.dropped};
 } catch (...) {
   rethrow_naming(rank);
 }

@@ -11,16 +11,16 @@ struct ClockAnswer {
   static constexpr auto kFields = std::tuple(&ClockAnswer::domain, &ClockAnswer::now);
 };
 
-/// A chunk of a rank's events: an int64 tensor [n, kTraceColumns]. Columns: kind, name, category,
-/// key, value, start, end, id. Name, category and key are indices into `texts`; -1 means no key.
-/// The first chunk also contains the texts and, in order, the tracks' names and numbers of events.
-struct TraceChunk {
+/// The events of a rank: an int64 tensor [n, kTraceColumns]. Columns: kind, name, category, key,
+/// value, start, end, id. Name, category and key are indices into `texts`; -1 means no key.
+/// `tracks` has, in order, the tracks' names and numbers of events.
+struct ExportedTrace {
   uint64_t dropped = 0;
   std::vector<std::string> texts;
   std::vector<std::pair<std::string, uint64_t>> tracks;
   at::Tensor events;
-  static constexpr auto kFields = std::tuple(&TraceChunk::dropped, &TraceChunk::texts,
-                                             &TraceChunk::tracks, &TraceChunk::events);
+  static constexpr auto kFields = std::tuple(&ExportedTrace::dropped, &ExportedTrace::texts,
+                                             &ExportedTrace::tracks, &ExportedTrace::events);
 };
 inline constexpr int64_t kTraceColumns = 8;
 
@@ -32,24 +32,8 @@ inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
 /// Exposes the functions by which rank 0 reads the trace. The agent must have a tracer.
 void expose_trace(Agent& agent);
 
-/// Builds a rank's tracks from its chunks. Throws `protocol` if the chunks are inconsistent.
-class TraceImport {
- public:
-  /// `tracer` owns the texts of the events.
-  TraceImport(base::Tracer& tracer, const TraceChunk& first);
-
-  void add(const at::Tensor& events);
-  uint64_t events() const { return events_; }
-  bool complete() const { return events_ == total_; }
-  std::vector<base::TraceTrack> take() { return std::move(tracks_); }
-
- private:
-  std::vector<const char*> texts_;
-  std::vector<base::TraceTrack> tracks_;
-  std::vector<uint64_t> wanted_;  // number of events of each track
-  size_t track_ = 0;
-  uint64_t events_ = 0;
-  uint64_t total_ = 0;
-};
+/// Returns the tracks of `trace`, which another rank sent; `tracer` owns the texts of the events.
+/// Throws `protocol` if the trace is malformed.
+std::vector<base::TraceTrack> import_trace(base::Tracer& tracer, const ExportedTrace& trace);
 
 }  // namespace distrain::rpc

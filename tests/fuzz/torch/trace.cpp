@@ -41,22 +41,14 @@ void check_events(const base::TraceTrack& track) {
 void run_trace(Input input) {
   auto message = read_frame(input);
   if (!message) return;
-  // The import reserves memory for all events that the frame announces, before they arrive.
   const MemoryLimit limit(3 * sizeof(base::TraceEvent) * base::Tracer::kLimit + (size_t{16} << 20),
                           "the limit of a rank's events");
   base::Tracer tracer;
   std::vector<base::RankTrace> ranks = {{0, "master", {}, 0}};
   try {
     rpc::Decoder decoder(*message);
-    const auto chunk = rpc::decode<rpc::TraceChunk>(decoder);
-    rpc::TraceImport import(tracer, chunk);
-    import.add(chunk.events);
-    while (!import.complete()) {
-      const uint64_t before = import.events();
-      import.add(chunk.events);
-      check(import.events() > before, "each part brings events");
-    }
-    ranks.push_back({1, "trainer", import.take(), chunk.dropped});
+    const auto trace = rpc::decode<rpc::ExportedTrace>(decoder);
+    ranks.push_back({1, "trainer", rpc::import_trace(tracer, trace), trace.dropped});
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kProtocol, "what does not fit is refused as 'protocol'");
     return;
@@ -80,10 +72,10 @@ void run_trace(Input input) {
 }
 
 std::vector<Bytes> trace_seeds() {
-  rpc::TraceChunk chunk;
-  chunk.texts = {"forward", "rpc", "micro_batch"};
-  chunk.tracks = {{"main", 2}, {"worker", 2}};
-  chunk.events = at::tensor({0, 0, 1, 2,  3,    1000, 3000, 0,  //
+  rpc::ExportedTrace trace;
+  trace.texts = {"forward", "rpc", "micro_batch"};
+  trace.tracks = {{"main", 2}, {"worker", 2}};
+  trace.events = at::tensor({0, 0, 1, 2,  3,    1000, 3000, 0,  //
                              1, 0, 1, -1, 1500, 1200, 2000, 9,  //
                              2, 0, 1, -1, 0,    2500, 2600, 9,  //
                              3, 1, 1, 2,  4,    2500, 2500, 8},
@@ -93,7 +85,7 @@ std::vector<Bytes> trace_seeds() {
   for (const uint64_t call : {1, 2}) {
     rpc::OutMessage out;
     rpc::Encoder encoder(out);
-    rpc::encode(encoder, chunk);
+    rpc::encode(encoder, trace);
     seeds.push_back(
         frame_bytes(std::move(out),
                     {.kind = wire::FrameKind::kReply, .call_id = call, .context_id = 500 * call}));

@@ -76,10 +76,10 @@ TEST_CASE("If the trace of a rank is unavailable, rank 0's part is written, and 
       2,
       [](rpc::Agent& agent) {
         if (agent.rank() == 0) return;
-        testing::expose_fake_trace(agent, [](uint64_t) {
-          rpc::TraceChunk part = testing::first_part(1);
-          part.texts.clear();
-          return part;
+        testing::expose_fake_trace(agent, [] {
+          rpc::ExportedTrace trace = testing::exported_trace(1);
+          trace.texts.clear();
+          return trace;
         });
       },
       {},

@@ -294,7 +294,7 @@ TEST_CASE("A clock that several ranks share is read once for all", "[trace]") {
   CHECK(wrong == 0);
   const uint64_t between = calls();
   const std::vector<RankTrace> ranks = collect(cluster, collector);
-  CHECK(calls() - between == 5 + kReadings);  // one part from each rank, and the readings
+  CHECK(calls() - between == 5 + kReadings);  // one call to each rank, and the readings
   CHECK(check_flows(ranks) == 6 * 100);
   // The whole trace is shorter than a minute, although two clocks are wrong by several minutes.
   int64_t first = std::numeric_limits<int64_t>::max();
@@ -311,12 +311,10 @@ TEST_CASE("A rank that dies during the collection of its trace is named", "[trac
   std::promise<void> noticed;
   const std::future<void> until_asked = asked.get_future();
   const std::future<void> until_noticed = noticed.get_future();
-  Cluster cluster = cluster_with_fake([&](uint64_t first) {
-    if (first > 0) {
-      asked.set_value();
-      until_noticed.wait();
-    }
-    return testing::first_part(2);
+  Cluster cluster = cluster_with_fake([&] {
+    asked.set_value();
+    until_noticed.wait();
+    return testing::exported_trace(1);
   });
   rpc::TraceCollector collector(cluster[0]);
   std::thread killer([&] {
@@ -346,24 +344,28 @@ TEST_CASE("A rank with an invalid trace is named, and the shutdown continues", "
   };
   using base::ErrorKind;
   // Rank 1 sends an event whose name is missing.
-  CHECK(collecting_fails([](uint64_t) {
-          rpc::TraceChunk part = testing::first_part(1);
-          part.texts.clear();
-          return part;
+  CHECK(collecting_fails([] {
+          rpc::ExportedTrace trace = testing::exported_trace(1);
+          trace.texts.clear();
+          return trace;
         }) == ErrorKind::kProtocol);
-  // Rank 1 sends an empty part too early: as its first part, or as its second part.
-  CHECK(collecting_fails([](uint64_t) {
-          rpc::TraceChunk part = testing::first_part(1);
-          part.events = at::Tensor();
-          return part;
+  // Rank 1 sends no events, or fewer or more events than it announces.
+  CHECK(collecting_fails([] {
+          rpc::ExportedTrace trace = testing::exported_trace(1);
+          trace.events = at::Tensor();
+          return trace;
         }) == ErrorKind::kProtocol);
-  CHECK(collecting_fails([](uint64_t first) {
-          return first == 0 ? testing::first_part(2) : rpc::TraceChunk();
+  for (const uint64_t announced : {uint64_t{0}, uint64_t{2}, uint64_t{1} << 60}) {
+    CHECK(collecting_fails([announced] { return testing::exported_trace(announced); }) ==
+          ErrorKind::kProtocol);
+  }
+  // Rank 1 sends more events than a tracer can record.
+  CHECK(collecting_fails([] {
+          rpc::ExportedTrace trace = testing::exported_trace(base::Tracer::kLimit + 1);
+          trace.events = trace.events.repeat({base::Tracer::kLimit + 1, 1});
+          return trace;
         }) == ErrorKind::kProtocol);
-  // Rank 1 announces more events than a tracer can record.
-  CHECK(collecting_fails([](uint64_t) { return testing::first_part(uint64_t{1} << 60); }) ==
-        ErrorKind::kProtocol);
-  CHECK(collecting_fails([](uint64_t) -> rpc::TraceChunk {
+  CHECK(collecting_fails([]() -> rpc::ExportedTrace {
           throw std::runtime_error("no trace here");
         }) == ErrorKind::kRemoteFailed);
 }
@@ -373,7 +375,7 @@ TEST_CASE("A rank whose clock shows an impossible time is named", "[trace]") {
        {rpc::kMostTime + 1, -rpc::kMostTime - 1, std::numeric_limits<int64_t>::min(),
         std::numeric_limits<int64_t>::max()}) {
     Cluster cluster =
-        cluster_with_fake([](uint64_t) { return testing::first_part(1); }, {"elsewhere", now});
+        cluster_with_fake([] { return testing::exported_trace(1); }, {"elsewhere", now});
     const base::Error error = testing::error_of([&] { rpc::TraceCollector{cluster[0]}; });
     CHECK(error.kind == base::ErrorKind::kProtocol);
     CHECK(error.rank == 1);
@@ -382,8 +384,8 @@ TEST_CASE("A rank whose clock shows an impossible time is named", "[trace]") {
     cluster.shutdown();
   }
   // The latest possible time is accepted.
-  Cluster cluster = cluster_with_fake([](uint64_t) { return testing::first_part(1); },
-                                      {"elsewhere", rpc::kMostTime});
+  Cluster cluster =
+      cluster_with_fake([] { return testing::exported_trace(1); }, {"elsewhere", rpc::kMostTime});
   rpc::TraceCollector collector(cluster[0]);
   CHECK(collect(cluster, collector).size() == 2);
 }
@@ -398,29 +400,27 @@ TEST_CASE("A rank that dies before the collection is named", "[trace]") {
   CHECK(rpc::own_trace(cluster[0]).role == "w0");
 }
 
-TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
+TEST_CASE("A malformed trace is refused", "[trace]") {
   Tracer tracer;
-  rpc::TraceChunk first;
-  first.texts = {"name", "category"};
-  first.tracks = {{"main", 1}, {"loop", 1}};
+  rpc::ExportedTrace trace;
+  trace.texts = {"name", "category"};
+  trace.tracks = {{"main", 1}, {"loop", 1}};
   // The columns are kind, name, category, key, value, start, end and id.
-  const at::Tensor good = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
+  const at::Tensor good = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).repeat({2, 1});
   const auto refuses = [&](const at::Tensor& events) {
-    rpc::TraceImport import(tracer, first);
-    return testing::error_of([&] { import.add(events); }).kind == base::ErrorKind::kProtocol;
+    trace.events = events;
+    return testing::error_of([&] { rpc::import_trace(tracer, trace); }).kind ==
+           base::ErrorKind::kProtocol;
   };
   const auto with = [&](int64_t column, int64_t value) {
     at::Tensor events = good.clone();
-    events[0][column] = value;
+    events[1][column] = value;
     return events;
   };
-  rpc::TraceImport import(tracer, first);
-  import.add(good);
-  CHECK_FALSE(import.complete());
-  import.add(good);
-  CHECK(import.complete());
-  CHECK(testing::error_of([&] { import.add(good); }).kind == base::ErrorKind::kProtocol);
-  const auto tracks = import.take();
+  CHECK(refuses(good[0].view({1, 8})));
+  CHECK(refuses(good.repeat({2, 1})));
+  trace.events = good;
+  const auto tracks = rpc::import_trace(tracer, trace);
   REQUIRE(tracks.size() == 2);
   CHECK(tracks[1].name == "loop");
   CHECK(std::string(tracks[1].events.at(0).name) == "name");
@@ -435,7 +435,7 @@ TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
     at::Tensor events = good.clone();
     const int64_t columns[] = {static_cast<int64_t>(kind), left, start, end};
     const int64_t places[] = {0, 4, 5, 6};
-    for (size_t i = 0; i < std::size(places); ++i) events[0][places[i]] = columns[i];
+    for (size_t i = 0; i < std::size(places); ++i) events[1][places[i]] = columns[i];
     return refuses(events);
   };
   constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
@@ -455,7 +455,7 @@ TEST_CASE("Parts of a trace that do not match are refused", "[trace]") {
   CHECK_FALSE(at_times(Kind::kFlowOut, 10, 10, 20));
   CHECK_FALSE(at_times(Kind::kFlowOut, 20, 10, 20));
   CHECK(refuses(at::Tensor()));
-  CHECK(refuses(good.view({8})));
+  CHECK(refuses(good.view({16})));
   CHECK(refuses(good.to(at::kInt)));
   CHECK(refuses(at::empty({0, 8}, at::kLong)));
 }
