@@ -202,7 +202,7 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
   flows[0].budget =
       std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
   flows[1].budget = std::make_unique<Budget>(world_size(), options.total_budget / kSmallCallsShare,
-                                             kSmallCallsWindow);
+                                             kSmallCallsWindow, options.total_budget);
   unwritten_ = std::make_shared<UnwrittenReplies>(
       world_size(), flows[0].budget->window(), [this, executor = shared_executor](int rank) {
         executor->post([this, rank] { run_parked_call(rank); });

@@ -49,7 +49,8 @@ struct AgentOptions : membership::Options {
   /// rank) is reserved in equal shares. Begun but unanswered calls have a separate limit of
   /// `total_budget`. While a limit is reached, callers wait before they send calls, which fail
   /// with `overloaded` at their deadline. A single call may exceed a limit. Calls of at most 64 KiB
-  /// may take 1 MiB for each rank, and an eighth of `total_budget` for all ranks, in addition.
+  /// may take 1 MiB for each rank, and an eighth of `total_budget` for all ranks, in addition;
+  /// those that did have their own limit of `total_budget` once they have begun.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   /// Lets large tensors from ranks on this host come through shared memory, for each rank as much

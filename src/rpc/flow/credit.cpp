@@ -84,12 +84,13 @@ void Window::fail(const base::Error& error) {
 
 // ---- Budget ----
 
-Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
+Budget::Budget(int ranks, uint64_t total, uint64_t per_peer, uint64_t most_begun)
     : total_(std::max(total, 2 * kFirstCredit * static_cast<uint64_t>(ranks))),
       window_(
           std::max(kFirstCredit, std::min(per_peer, total_ / 2 / static_cast<uint64_t>(ranks)))),
       pool_(total_ - window_ * static_cast<uint64_t>(ranks)),
       most_(std::clamp(per_peer, window_, window_ + pool_)),
+      most_begun_(std::max(most_begun, total_)),
       peers_(static_cast<size_t>(ranks)) {}
 
 Budget::Grants Budget::open(ProcessNumber process) {
@@ -127,14 +128,14 @@ Budget::Grants Budget::ask(int rank, const Window::Request& request) {
   return grants;
 }
 
-// Takes back the credit of a call that begins, unless all begun calls would then exceed `total_`.
+// Takes back the credit of a call that begins, unless begun calls would then exceed `most_begun_`.
 Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
   Grants grants;
   work.from = from;
   work.credit = credit;
   if (credit == 0) return grants;
   std::lock_guard lock(mutex_);
-  work.is_kept = begun_ > 0 && begun_ + credit > total_;
+  work.is_kept = begun_ > 0 && begun_ + credit > most_begun_;
   if (work.is_kept) {
     work.at = kept_.insert(kept_.end(), &work);
   } else {
@@ -154,7 +155,7 @@ Budget::Grants Budget::end(Work& work) {
   } else {
     begun_ -= work.credit;
   }
-  while (!kept_.empty() && (begun_ == 0 || begun_ + kept_.front()->credit <= total_)) {
+  while (!kept_.empty() && (begun_ == 0 || begun_ + kept_.front()->credit <= most_begun_)) {
     Work& first = *kept_.front();
     kept_.pop_front();
     first.is_kept = false;

@@ -58,7 +58,9 @@ namespace distrain::rpc {
 // A call returns its credit when it begins. So two ranks that flood each other from inside their
 // functions both make progress: when a function waits, another thread begins the next call. Calls
 // that have begun without an answer have returned at most B bytes; others keep their credit until
-// there is room, or until they are answered.
+// there is room, or until they are answered. Small calls with credit of their own have returned at
+// most B bytes, too. With less, a small call could wait for unanswered ones, although by now there
+// is other credit.
 //
 // A call larger than the pool waits for, and then takes, all credit of its rank. So that small
 // calls need not wait for it, they have credit of their own, in a second `Budget` and `Window`. A
@@ -196,7 +198,8 @@ class Budget {
     std::list<Work*>::iterator at;
   };
 
-  Budget(int ranks, uint64_t total, uint64_t per_peer);
+  /// Unanswered calls that have begun may return `most_begun` bytes, or `total` if that is more.
+  Budget(int ranks, uint64_t total, uint64_t per_peer, uint64_t most_begun = 0);
 
   uint64_t window() const { return window_; }
   uint64_t held() const {
@@ -272,7 +275,8 @@ class Budget {
   const uint64_t total_;
   const uint64_t window_;
   const uint64_t pool_;
-  const uint64_t most_;  // maximum credit of one rank
+  const uint64_t most_;        // maximum credit of one rank
+  const uint64_t most_begun_;  // maximum of begun_, unless it is of a single call
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
   uint64_t pooled_ = 0;                       // the credit that ranks hold beyond their windows

@@ -578,6 +578,26 @@ TEST_CASE("small calls have credit of their own beside large calls, and it is bo
   cluster.shutdown();
 }
 
+TEST_CASE("small calls begin although many of them are unanswered and large calls wait") {
+  rpc::AgentOptions options;
+  options.peer_budget = options.total_budget = 8 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  const rpc::To to = rpc::To(1).without_deadline();
+  std::atomic<int64_t> large{0};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) {  // one is kept, one keeps its credit, and one waits for credit
+    callers.emplace_back([&] { large += cluster[0].rpc_sync<&keep>(to, mebibytes(7)); });
+  }
+  while (!waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
+  std::vector<base::Future<int64_t>> kept;
+  for (int i = 0; i < 3000; ++i) kept.push_back(cluster[0].rpc_async<&keep>(to, at::ones({1})));
+  cluster[1].shared<Kept>()->answer_all();
+  for (const auto& each : kept) CHECK(each.wait() == 1);
+  for (std::thread& caller : callers) caller.join();
+  CHECK(large == 3);
+  cluster.shutdown();
+}
+
 TEST_CASE("a call without room before its deadline is overloaded") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
