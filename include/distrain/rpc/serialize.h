@@ -78,17 +78,11 @@ T decode(Decoder& decoder) {
 
 namespace detail {
 
+/// A std::tuple, std::pair or std::array.
 template <class T>
-void decode_into(Decoder& decoder, T& value) {
-  value = decode<T>(decoder);
-}
-
-template <class T>
-inline constexpr bool kIsTuple = false;
-template <class... Ts>
-inline constexpr bool kIsTuple<std::tuple<Ts...>> = true;
-template <class A, class B>
-inline constexpr bool kIsTuple<std::pair<A, B>> = true;
+concept IsTuple = requires {
+  std::tuple_size<T>::value;
+};
 
 }  // namespace detail
 
@@ -142,21 +136,8 @@ struct Serializer<Items> {
   }
 };
 
-template <class T, size_t N>
-struct Serializer<std::array<T, N>> {
-  static void encode(Encoder& encoder, const std::array<T, N>& value) {
-    for (const T& item : value) rpc::encode(encoder, item);
-  }
-  static std::array<T, N> decode(Decoder& decoder) {
-    std::array<T, N> value;
-    for (T& item : value) detail::decode_into(decoder, item);
-    return value;
-  }
-};
-
-/// Encodes tuples and pairs. Their members may be const, as the key of a map's item is.
-template <class T>
-requires detail::kIsTuple<T>
+/// Encodes tuples, pairs and arrays. Their members may be const, as the key of a map's item is.
+template <detail::IsTuple T>
 struct Serializer<T> {
   static void encode(Encoder& encoder, const T& value) {
     std::apply([&](const auto&... items) { (rpc::encode(encoder, items), ...); }, value);
@@ -207,8 +188,8 @@ struct Serializer<T> {
   }
   static T decode(Decoder& decoder) {
     T value{};
-    std::apply([&](auto... field) { (detail::decode_into(decoder, value.*field), ...); },
-               T::kFields);
+    const auto decode_to = [&]<class Field>(Field& field) { field = rpc::decode<Field>(decoder); };
+    std::apply([&](auto... field) { (decode_to(value.*field), ...); }, T::kFields);
     return value;
   }
 };
