@@ -56,10 +56,26 @@ class FutureState {
     QueuedWorkPtr before = result.ok() ? base::queued_work() : nullptr;
     return complete(std::move(result), std::move(before));
   }
-  /// Completes the future with a value that becomes valid when `before` is done.
-  bool complete(Result<V> result, QueuedWorkPtr before) {
-    OnCancel unneeded;
-    return complete(std::move(result), std::move(before), unneeded, false);
+  /// Completes the future with a value that becomes valid when `before` is done. If `cancelled`,
+  /// also stops the producer.
+  bool complete(Result<V> result, QueuedWorkPtr before, bool cancelled = false) {
+    std::vector<Callback> callbacks;
+    OnCancel tell;  // called and destroyed without the lock
+    {
+      std::lock_guard lock(mutex_);
+      if (result_) return false;
+      cancelled_ = cancelled;
+      tell = std::move(on_cancel_);
+      result_.emplace(std::move(result));
+      queued_work_ = std::move(before);
+      callbacks.swap(callbacks_);
+      ready_.store(true, std::memory_order_release);
+      // Notify under the lock: the last waiter may destroy this state right after it wakes.
+      condition_.notify_all();
+    }
+    for (Callback& callback : callbacks) callback(*result_);
+    if (cancelled && tell) tell();
+    return true;
   }
 
   /// Sets `tell`, which cancel() calls to stop the producer. Calls `tell` now if already cancelled.
@@ -75,11 +91,7 @@ class FutureState {
     tell();
   }
 
-  void cancel() {
-    OnCancel tell;
-    Error error{ErrorKind::kCancelled, "it was cancelled"};
-    if (complete(std::move(error), nullptr, tell, true) && tell) tell();
-  }
+  void cancel() { complete(Error{ErrorKind::kCancelled, "it was cancelled"}, nullptr, true); }
 
   void on_ready(Callback callback) {
     {
@@ -114,25 +126,6 @@ class FutureState {
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
-  /// Completes the future and moves on_cancel_ to `tell`, for the caller to call without the lock.
-  bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
-    std::vector<Callback> callbacks;
-    {
-      std::lock_guard lock(mutex_);
-      if (result_) return false;
-      cancelled_ = cancelled;
-      tell = std::move(on_cancel_);
-      result_.emplace(std::move(result));
-      queued_work_ = std::move(before);
-      callbacks.swap(callbacks_);
-      ready_.store(true, std::memory_order_release);
-      // Notify under the lock: the last waiter may destroy this state right after it wakes.
-      condition_.notify_all();
-    }
-    for (Callback& callback : callbacks) callback(*result_);
-    return true;
-  }
-
   const EventLoopPtr loop_;
   std::atomic<bool> ready_{false};
   std::mutex mutex_;
