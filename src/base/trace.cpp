@@ -14,13 +14,7 @@
 namespace distrain::base {
 namespace {
 
-/// Holds the tracer of a thread. When the thread exits, returns its lane to the tracer for reuse.
-struct Bound {
-  std::shared_ptr<Tracer> tracer;
-  ~Bound() { Tracer::bind_thread(nullptr, ""); }
-};
-
-thread_local Bound t_bound;
+thread_local std::shared_ptr<Tracer> t_tracer;
 
 }  // namespace
 
@@ -181,23 +175,16 @@ uint64_t Tracer::dropped() const {
   return sum;
 }
 
-void Tracer::bind_thread(std::shared_ptr<Tracer> tracer, const char* name) {
-  if (t_bound.tracer) t_bound.tracer->give_back(*detail::trace_lane);
-  detail::trace_lane = tracer ? &tracer->take_lane(name) : nullptr;
-  t_bound.tracer = std::move(tracer);
-}
-
-std::shared_ptr<Tracer> Tracer::of_thread() { return t_bound.tracer; }
+std::shared_ptr<Tracer> Tracer::of_thread() { return t_tracer; }
 
 TraceBinding::TraceBinding(std::shared_ptr<Tracer> tracer, const char* name)
-    : previous_(std::move(t_bound.tracer)), previous_lane_(detail::trace_lane) {
-  t_bound.tracer = nullptr;
-  Tracer::bind_thread(std::move(tracer), name);
+    : previous_(std::exchange(t_tracer, std::move(tracer))), previous_lane_(detail::trace_lane) {
+  detail::trace_lane = t_tracer ? &t_tracer->take_lane(name) : nullptr;
 }
 
 TraceBinding::~TraceBinding() {
-  Tracer::bind_thread(nullptr, "");
-  t_bound.tracer = std::move(previous_);
+  if (t_tracer) t_tracer->give_back(*detail::trace_lane);
+  t_tracer = std::move(previous_);
   detail::trace_lane = previous_lane_;
 }
 

@@ -34,6 +34,11 @@ const TorchState& worker_state() {
   return state;
 }
 
+// Binds this thread to `tracer` until the thread exits.
+void bind_to_trace(const std::shared_ptr<base::Tracer>& tracer, const char* name) {
+  thread_local const base::TraceBinding binding(tracer, name);
+}
+
 }  // namespace
 
 base::Task WorkerExecutor::bind(base::Task task) {
@@ -60,7 +65,7 @@ AgentCore::AgentCore(AgentOptions given)
                                         [tracer = options.tracer] {
                                           at::init_num_threads();
                                           worker_state();
-                                          base::Tracer::bind_thread(tracer, "worker");
+                                          bind_to_trace(tracer, "worker");
                                         },
                                     .after_task = [] { worker_state().restore(); }})),
       pending(loop, executor, options.rank, options.tracer,
@@ -98,7 +103,7 @@ AgentCore::AgentCore(AgentOptions given)
     job_options = options.job_options;
   }
   if (options.tracer) {
-    loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
+    loop.post([tracer = options.tracer] { bind_to_trace(tracer, "loop"); });
   }
   handlers.emplace(kFailFunction, [](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::string_view text = in.in.get_string();

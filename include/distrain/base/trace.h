@@ -93,8 +93,6 @@ class Tracer {
   /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
-  /// Binds this thread: `tracer` records its further events on track `name`. Null unbinds it.
-  static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
   /// Returns the tracer that this thread is bound to, or null.
   static std::shared_ptr<Tracer> of_thread();
 
@@ -160,7 +158,8 @@ namespace detail {
 inline constinit thread_local TraceLane* trace_lane = nullptr;
 }
 
-/// Binds this thread to a tracer, and restores the previous binding when destroyed.
+/// Binds this thread to `tracer`, which records the thread's further events on track `name`. Null
+/// unbinds the thread. Restores the previous binding when destroyed.
 class TraceBinding {
  public:
   TraceBinding(std::shared_ptr<Tracer> tracer, const char* name);

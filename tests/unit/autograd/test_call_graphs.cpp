@@ -405,9 +405,10 @@ TEST_CASE("a trace shows a pass, and within it the messages with gradients, on e
   autograd::Context context(cluster[0]);
   const at::Tensor loss = cluster[0].rpc_sync<&mul>(1, a, b).sum();
   for (const auto& tracer : tracers) tracer->start();
-  base::Tracer::bind_thread(tracers[0], "main");
-  autograd::backward(context, {loss});
-  base::Tracer::bind_thread(nullptr, "");
+  {
+    const base::TraceBinding binding(tracers[0], "main");
+    autograd::backward(context, {loss});
+  }
   for (int rank = 0; rank < 2; ++rank) {
     CAPTURE(rank);
     tracers[static_cast<size_t>(rank)]->stop();

@@ -150,7 +150,7 @@ TEST_CASE("The threads of a pool share a few tracks", "[trace]") {
   {
     for (int i = 0; i < kRounds; ++i) {
       ThreadPool pool({.name = "pool", .size = 3, .on_thread_start = [&tracer] {
-                         Tracer::bind_thread(tracer, "worker");
+                         thread_local const TraceBinding binding(tracer, "worker");
                        }});
       for (int j = 0; j < 30; ++j) {
         pool.post([] { traced("task", [] { std::this_thread::sleep_for(100us); }); });
@@ -175,7 +175,7 @@ TEST_CASE("Events can be read while threads record", "[trace]") {
   std::vector<std::thread> threads;
   for (int t = 0; t < 3; ++t) {
     threads.emplace_back([&tracer, &end] {
-      Tracer::bind_thread(tracer, "worker");
+      const TraceBinding binding(tracer, "worker");
       for (int i = 0; i < 3000 || !end; ++i) {
         const TraceScope scope("outer", "i", i);
         traced("inner", [] {});
