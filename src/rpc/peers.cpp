@@ -1,6 +1,7 @@
 #include "peers.h"
 
 #include <fmt/format.h>
+#include <sched.h>
 
 namespace distrain::rpc {
 
@@ -191,6 +192,10 @@ bool Peers::start_bulk_loop_on_loop(int rank) {
   if (bulk_loop_) return true;
   try {
     bulk_loop_.emplace();
+    bulk_loop_->post([] {  // a thread that only copies should not preempt those of small calls
+      const sched_param none{};
+      if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
+    });
   } catch (...) {
     Error error = base::current_error(ErrorKind::kResources);
     error.rank = rank_;
