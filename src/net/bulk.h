@@ -19,8 +19,8 @@ namespace distrain::net {
 // it. A rank opens its bulk connection to a peer when it sends the first such payload there. The
 // payloads of one direction follow each other without headers, in the order of their frames, whose
 // headers and metadata go over the stream as always. All bulk connections of a process belong to a
-// second event loop, whose thread does nothing else. The sending thread also writes, as to a
-// stream.
+// second event loop, whose thread does nothing else and preempts no other. The sending thread also
+// writes, as to a stream.
 //
 // A frame without its payload has its place in the order of the stream: it overtakes no frame. The
 // receiving stream holds it until its payload has come, and meanwhile delivers later frames, except
