@@ -338,6 +338,7 @@ bool Core::await_room(Operation& operation) {
   }
   for (int to = 0; to < size(); ++to) {
     if (!operation.waits_for_locked(to)) continue;  // neither sends it a message
+    if (operation.has_heard_locked(to)) continue;   // a refusal may be all that it sends
     Peer& peer = peers_[static_cast<size_t>(to)];
     if (peer.closed) continue;
     peer.unanswered.emplace(operation.number_, bytes_to(to));

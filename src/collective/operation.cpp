@@ -50,6 +50,7 @@ void Operation::open_locked(std::shared_ptr<Core> core, uint64_t number) {
   if (!is_shared()) {
     inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
   }
+  has_heard_.resize(static_cast<size_t>(core_->size()));
   on_open_locked();
   ++core_->active_;  // counts this operation in Starting
 }
@@ -118,6 +119,7 @@ std::optional<Error> Operation::mismatch(int from, const OpSpec& theirs) const {
 }
 
 void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
+  has_heard_[static_cast<size_t>(from)] = true;
   if (auto error = check_locked(from, message)) {
     // The other ranks of a shared operation have sent this rank nothing, so nor has this rank.
     const auto theirs = decode_header(message.payload);

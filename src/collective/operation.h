@@ -135,6 +135,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void look_locked();
   /// Returns true if the current step or a later one lacks a message of group rank `from`.
   bool waits_for_locked(int from) const;
+  /// Returns true if `from` has sent a message for this operation, so it has begun it.
+  bool has_heard_locked(int from) const { return has_heard_[static_cast<size_t>(from)]; }
   std::string number_text() const;
   std::string name() const;
   std::vector<int> missing_ranks_locked() const;
@@ -154,6 +156,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   size_t missing_ = 0;                      // messages of step `step_` that have not arrived
   int waiters_ = 0;                         // threads in wait_until()
   std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0: missing
+  std::vector<bool> has_heard_;             // by group rank
   std::optional<base::Error> failure_;      // first error while Starting or Running
   std::optional<base::Error> error_;
   bool is_told_ = false;     // another rank has refused the operation, or has been answered
