@@ -299,7 +299,7 @@ TEMPLATE_TEST_CASE("a stream stops reading if too many frames wait for a payload
   std::atomic<size_t> written = 0;
   std::thread writer([&] {
     for (size_t i = 0; i < kFrames; ++i, ++written) {
-      half.write(of_kind(FrameKind::kOneway, 2 + i, kMiB - 100, 7));
+      raw_write(half.raw.get(), wire_bytes(of_kind(FrameKind::kOneway, 2 + i, kMiB - 100, 7)));
     }
   });
   // The writer stops, because the stream does. A slow machine only makes this test weaker.
