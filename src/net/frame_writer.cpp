@@ -2,6 +2,8 @@
 
 #include <cerrno>
 
+#include "distrain/base/thread_state.h"
+
 namespace distrain::net {
 namespace {
 
@@ -10,10 +12,11 @@ constexpr size_t kWriteTurn = size_t{1} << 20;
 
 }  // namespace
 
-void FrameWriter::set_socket(int fd, size_t slice) {
+void FrameWriter::set_socket(int fd, size_t slice, bool offers_core) {
   std::lock_guard lock(mutex_);
   fd_ = fd;
   slice_ = slice;
+  offers_core_ = offers_core;
   loop_writes_ = !queue_.empty();
 }
 
@@ -74,6 +77,7 @@ int FrameWriter::drain_on_loop() {
     const int code = front->write_to(fd_, slice_);
     if (code != 0) return code;
     written += before - front->bytes_left();
+    if (offers_core_) base::thread_state().poll.offer_core();
   }
   if (when_empty) when_empty();
   return 0;

@@ -21,8 +21,8 @@ class FrameWriter {
   /// frames wait.
   explicit FrameWriter(std::function<void()> wake_loop) : wake_loop_(std::move(wake_loop)) {}
   /// Writes to `fd` from now on, in pieces of `slice` bytes, between which stop_on_loop() may end
-  /// it.
-  void set_socket(int fd, size_t slice);
+  /// it and, if `offers_core`, the loop offers its core to other threads.
+  void set_socket(int fd, size_t slice, bool offers_core = false);
   /// Queues `frame`. Returns true if the caller must then call write(). After refuse() returns
   /// nullopt and leaves `frame`.
   std::optional<bool> push(std::unique_ptr<PendingFrame>&& frame);
@@ -52,6 +52,7 @@ class FrameWriter {
   std::deque<std::unique_ptr<PendingFrame>> queue_;
   int fd_ = -1;  // as slice_, does not change while a thread writes
   size_t slice_ = 0;
+  bool offers_core_ = false;
   bool refuses_ = false;
   bool stopped_ = false;
   bool is_writing_ = false;  // a thread that has sent writes the first frame

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 
 #include <sched.h>
@@ -44,6 +45,8 @@ class AdaptivePoll {
   bool poll(Done done, EventLoop* loop = nullptr) {
     if (done()) return true;
     TimePoint now = Clock::now();
+    if (!allowed(now)) return false;
+    polling_.fetch_add(1, std::memory_order_relaxed);
     bool runs_loop = false;
     bool is_done = false;
     for (TimePoint end = now + kWindow; !is_done && now < end && allowed(now);) {
@@ -60,7 +63,19 @@ class AdaptivePoll {
       note_yield(yielded, has_received || is_done, now);
     }
     if (runs_loop) loop->leave();
+    polling_.fetch_sub(1, std::memory_order_relaxed);
     return is_done;
+  }
+
+  /// Lets a thread that copies without a pause offer its core to threads that poll, which otherwise
+  /// wait until the kernel's next tick, up to 4 ms. Does nothing if no thread of the process polls,
+  /// or if other threads have kept the core for so long that polling is paused.
+  void offer_core() {
+    const TimePoint before = Clock::now();
+    if (polling_.load(std::memory_order_relaxed) == 0 || !allowed(before)) return;
+    sched_yield();
+    const TimePoint now = Clock::now();
+    note_yield(now - before, false, now);
   }
 
   /// Returns true if polling is not paused at `now`.
@@ -77,6 +92,7 @@ class AdaptivePoll {
   }
 
  private:
+  static inline std::atomic<int> polling_{0};  // threads of the process in poll()
   TimePoint paused_until_{};
   Duration pause_ = kFirstPause;
 };
