@@ -94,8 +94,7 @@ uint32_t Backend::new_sequence() { return core_->new_sequence(); }
 Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::milliseconds timeout,
                            const OperationOptions& options) {
   check_reduction("allreduce", tensor, op);
-  OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
-  spec.reduce_op = op;
+  OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor, 0, op);
   spec.pass = options.pass;
   if (spec.bytes > direct_bytes_) {
     spec.kind = hosts_.empty() ? OpKind::kAllreduceChunked : OpKind::kAllreduceOverHosts;

@@ -1,7 +1,6 @@
 // The functions of Backend that give each rank a part of other ranks' data.
 #include "calls.h"
 #include "core.h"
-#include "exchange.h"
 
 namespace distrain::collective {
 
@@ -73,8 +72,7 @@ Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::mill
                            const OperationOptions& options) {
   check_result("broadcast", tensor);
   check_root("broadcast", root, size_);
-  OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
-  spec.root = static_cast<uint32_t>(root);
+  OpSpec spec = spec_of(OpKind::kBroadcast, tensor, root);
   spec.pass = options.pass;
   const auto ranks = static_cast<size_t>(size_);
   ExchangePlan plan{.rooted = true, .outputs = Tensors(ranks)};
@@ -98,9 +96,8 @@ Pending Backend::reduce_scatter(const at::Tensor& output, Tensors inputs, Reduce
                                 std::chrono::milliseconds timeout) {
   check_reduction("reduce_scatter", output, op);
   check_parts("reduce_scatter", inputs, output, size_, false);
-  OpSpec spec = spec_of(OpKind::kReduceScatter, output);
-  spec.reduce_op = op;
-  return exchange(spec, {.sends = std::move(inputs), .result = output}, timeout);
+  return exchange(spec_of(OpKind::kReduceScatter, output, 0, op),
+                  {.sends = std::move(inputs), .result = output}, timeout);
 }
 
 Pending Backend::all_to_all(Tensors outputs, Tensors inputs, std::chrono::milliseconds timeout) {
@@ -132,8 +129,7 @@ Pending Backend::gather(const at::Tensor& input, Tensors outputs, int root,
   check_tensor("gather", input);
   check_root("gather", root, size_);
   check_parts_of_root("gather", outputs, input, size_, rank_ == root, true);
-  OpSpec spec = spec_of(OpKind::kGather, input);
-  spec.root = static_cast<uint32_t>(root);
+  const OpSpec spec = spec_of(OpKind::kGather, input, root);
   Tensors sends(static_cast<size_t>(size_));
   sends[spec.root] = input;
   return exchange(spec, {.rooted = true, .sends = std::move(sends), .outputs = std::move(outputs)},
@@ -145,8 +141,7 @@ Pending Backend::scatter(const at::Tensor& output, Tensors inputs, int root,
   check_result("scatter", output);
   check_root("scatter", root, size_);
   check_parts_of_root("scatter", inputs, output, size_, rank_ == root, false);
-  OpSpec spec = spec_of(OpKind::kScatter, output);
-  spec.root = static_cast<uint32_t>(root);
+  const OpSpec spec = spec_of(OpKind::kScatter, output, root);
   Tensors outputs(static_cast<size_t>(size_));
   outputs[spec.root] = output;
   return exchange(spec, {.rooted = true, .sends = std::move(inputs), .outputs = std::move(outputs)},
@@ -157,9 +152,7 @@ Pending Backend::reduce(const at::Tensor& tensor, int root, ReduceOp op,
                         std::chrono::milliseconds timeout) {
   check_reduction("reduce", tensor, op);
   check_root("reduce", root, size_);
-  OpSpec spec = spec_of(OpKind::kReduce, tensor);
-  spec.reduce_op = op;
-  spec.root = static_cast<uint32_t>(root);
+  const OpSpec spec = spec_of(OpKind::kReduce, tensor, root, op);
   ExchangePlan plan{.rooted = true, .sends = Tensors(static_cast<size_t>(size_))};
   plan.sends[spec.root] = tensor;
   if (rank_ == root) plan.result = tensor;

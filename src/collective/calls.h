@@ -55,8 +55,9 @@ inline void check_root(const char* op, int root, int size) {
   if (root < 0 || root >= size) refuse_call(op, ": root ", root, " is not in the group");
 }
 
-inline OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
-  return {.kind = kind, .dtype = tensor.scalar_type(), .bytes = tensor.nbytes()};
+inline OpSpec spec_of(OpKind kind, const at::Tensor& tensor, int root = 0,
+                      ReduceOp op = ReduceOp::UNUSED) {
+  return {kind, op, tensor.scalar_type(), static_cast<uint32_t>(root), tensor.nbytes()};
 }
 
 /// A c10d::Work that is complete when all of `operations` are.

@@ -156,11 +156,6 @@ void Core::refuse(int count, const Error& error, uint32_t sequence) {
   end_active();
 }
 
-void Core::end_active() {
-  std::lock_guard lock(mutex_);
-  if (--active_ == 0) idle_.notify_all();
-}
-
 void Core::post_sends(std::function<void(Core&)> sends) {
   executor_.post([self = shared_from_this(), sends = std::move(sends)] {
     {
@@ -171,12 +166,6 @@ void Core::post_sends(std::function<void(Core&)> sends) {
     sends(*self);
     self->end_active();
   });
-}
-
-void Core::relay_locked(uint64_t number, const Error& error) {
-  if (failure_) return;  // the other ranks learn that by themselves
-  post_sends(
-      [number, error](Core& self) { self.send_refusals(number, 1, error, !is_transfer(number)); });
 }
 
 void Core::answer_locked(uint64_t number, const OpSpec& spec, int from, const Error& error) {
@@ -217,13 +206,6 @@ void Core::send_each(const std::function<void(int to)>& send_to) {
     }
   }
   if (failure) std::rethrow_exception(failure);
-}
-
-void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except) {
-  if (is_transfer(number)) return send(transfer_of(number).peer, number, step, buffer);
-  send_each([&](int to) {
-    if (to != except) send(to, number, step, buffer);
-  });
 }
 
 void Core::on_message(rpc::ChannelMessage message) {

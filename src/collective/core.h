@@ -112,9 +112,17 @@ class Core : public std::enable_shared_from_this<Core> {
   void send_look(int to) { send_control(to, kLook, 0); }
   /// Tells all ranks to look at the marks, on a thread of the executor. Does nothing after close(),
   /// because an operation may outlive the executor.
-  void look_later();
+  void look_later() {
+    std::lock_guard lock(looks_mutex_);
+    if (!are_looks_over_) post_control(others(), kLook, 0);
+  }
   /// Tells the other ranks, or the peer of a transfer, why operation `number` has failed here.
-  void relay_locked(uint64_t number, const base::Error& error);
+  void relay_locked(uint64_t number, const base::Error& error) {
+    if (failure_) return;  // the other ranks learn that by themselves
+    post_sends([number, error](Core& self) {
+      self.send_refusals(number, 1, error, !is_transfer(number));
+    });
+  }
   /// Sends the header of a shared operation to group rank `from`, which has called another one, and
   /// `error` to the others.
   void answer_locked(uint64_t number, const OpSpec& spec, int from, const base::Error& error);
@@ -175,7 +183,12 @@ class Core : public std::enable_shared_from_this<Core> {
   /// fails, still calls `send_to` for the other ranks, then throws the first error.
   void send_each(const std::function<void(int to)>& send_to);
   /// Sends to all other ranks but `except`, or to the peer of a transfer.
-  void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except = -1);
+  void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer, int except = -1) {
+    if (is_transfer(number)) return send(transfer_of(number).peer, number, step, buffer);
+    send_each([&](int to) {
+      if (to != except) send(to, number, step, buffer);
+    });
+  }
 
  private:
   friend class Operation;
@@ -190,7 +203,10 @@ class Core : public std::enable_shared_from_this<Core> {
   };
 
   uint32_t transfer_sequence_locked(const TransferKey& key);
-  TransferKey transfer_of(uint64_t number) const;
+  TransferKey transfer_of(uint64_t number) const {
+    std::lock_guard lock(mutex_);
+    return transfers_[sequence_of(number) - kTransfers];
+  }
   rpc::ChannelTag wire_tag(uint64_t number, int step) const;
   /// Replaces number and step by those of this rank. Returns false if there are too many sequences.
   bool to_own_number_locked(int from, rpc::ChannelTag& tag);
@@ -204,11 +220,19 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Runs `sends` on a thread of the executor, unless the group has failed by then.
   void post_sends(std::function<void(Core&)> sends);
   /// Decrements `active_`, and wakes close() if it is 0.
-  void end_active();
+  void end_active() {
+    std::lock_guard lock(mutex_);
+    if (--active_ == 0) idle_.notify_all();
+  }
   /// Send a message without data; post_control() on a thread of the executor. Ignore lost ranks.
   void send_control(int to, uint64_t number, int step,
                     std::shared_ptr<const net::Fd> descriptor = {});
-  void post_control(std::vector<int> to, uint64_t number, int step);
+  void post_control(std::vector<int> to, uint64_t number, int step) {
+    post_sends([to = std::move(to), number, step](Core& self) {
+      for (const int rank : to) self.send_control(rank, number, step);
+      if (number == kLook) self.on_look();
+    });
+  }
   void set_space_locked(base::Result<std::shared_ptr<net::SharedMemory>> memory) {
     if (memory.ok()) space_ = std::make_shared<SharedSpace>(memory.value(), rank_, size());
   }
@@ -218,7 +242,13 @@ class Core : public std::enable_shared_from_this<Core> {
   std::optional<base::Error> on_sharing_locked(int from, const rpc::ChannelMessage& message);
   /// Ends the agreement on this rank. Rank 0 tells the others.
   void decide_sharing_locked(bool shares);
-  std::vector<int> others() const;
+  std::vector<int> others() const {
+    std::vector<int> ranks;
+    for (int other = 0; other < size(); ++other) {
+      if (other != rank_) ranks.push_back(other);
+    }
+    return ranks;
+  }
   /// Returns the ranks that the agreement on shared memory waits for.
   std::vector<int> awaited_for_sharing_locked() const;
   uint64_t window() const { return kWindow / static_cast<uint64_t>(std::max(size() - 1, 1)); }

@@ -11,14 +11,6 @@ namespace distrain::collective {
 using base::Error;
 using base::ErrorKind;
 
-std::vector<int> Core::others() const {
-  std::vector<int> ranks;
-  for (int other = 0; other < size(); ++other) {
-    if (other != rank_) ranks.push_back(other);
-  }
-  return ranks;
-}
-
 void Core::send_control(int to, uint64_t number, int step,
                         std::shared_ptr<const net::Fd> descriptor) {
   try {
@@ -27,18 +19,6 @@ void Core::send_control(int to, uint64_t number, int step,
   } catch (...) {
     // The rank is lost, which on_peer_lost() handles.
   }
-}
-
-void Core::post_control(std::vector<int> to, uint64_t number, int step) {
-  post_sends([to = std::move(to), number, step](Core& self) {
-    for (const int rank : to) self.send_control(rank, number, step);
-    if (number == kLook) self.on_look();
-  });
-}
-
-void Core::look_later() {
-  std::lock_guard lock(looks_mutex_);
-  if (!are_looks_over_) post_control(others(), kLook, 0);
 }
 
 void Core::on_look() {

@@ -1,4 +1,4 @@
-#include "exchange.h"
+#include "operations.h"
 
 namespace distrain::collective {
 

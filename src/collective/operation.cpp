@@ -325,13 +325,6 @@ void Operation::look_locked() {
   }
 }
 
-bool Operation::waits_for_locked(int from) const {
-  for (int step = step_; step < steps_; ++step) {
-    if (lacks(step, from)) return true;
-  }
-  return false;
-}
-
 rpc::Wait Operation::wait_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
   return {name() + (missing.empty() ? ": every rank has sent its part"
@@ -346,8 +339,6 @@ std::string Operation::number_text() const {
                      : is_transfer(number_) ? " with this tag"
                                             : fmt::format(" in sequence {}", sequence));
 }
-
-std::string Operation::name() const { return describe(spec_) + ", " + number_text(); }
 
 bool Pending::done() const { return operation_->done(); }
 void Pending::wait() const { static_cast<void>(operation_->wait_until(base::kNever)); }

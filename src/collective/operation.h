@@ -134,11 +134,16 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Makes a shared operation Ready if the marks of the current step are complete.
   void look_locked();
   /// Returns true if the current step or a later one lacks a message of group rank `from`.
-  bool waits_for_locked(int from) const;
+  bool waits_for_locked(int from) const {
+    for (int step = step_; step < steps_; ++step) {
+      if (lacks(step, from)) return true;
+    }
+    return false;
+  }
   /// Returns true if `from` has sent a message for this operation, so it has begun it.
   bool has_heard_locked(int from) const { return has_heard_[static_cast<size_t>(from)]; }
   std::string number_text() const;
-  std::string name() const;
+  std::string name() const { return describe(spec_) + ", " + number_text(); }
   std::vector<int> missing_ranks_locked() const;
 
   const OpSpec spec_;

@@ -3,7 +3,6 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/core/grad_mode.h>
 
-#include "exchange.h"
 #include "halves.h"
 
 namespace distrain::collective {

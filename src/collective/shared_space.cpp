@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 
 #include "distrain/base/process.h"
-#include "message.h"
 
 namespace distrain::collective {
 namespace {
@@ -101,10 +100,6 @@ void SharedSpace::leave(const Slot& slot, uint64_t mark) {
   std::ranges::find(queue.running, mark, &SlotQueue::Running::mark)->has_left = true;
   while (!queue.running.empty() && queue.running.front().has_left) queue.running.pop_front();
   done_mark(slot).store(queue.done());
-}
-
-std::span<uint8_t> SharedSpace::header_of(const Slot& slot, int rank) const {
-  return {slot.headers + static_cast<size_t>(rank) * kHeaderBytes, kHeaderBytes};
 }
 
 uint8_t* SharedSpace::at(int rank, uint64_t place, size_t bytes) const {

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/net/shared_memory.h"
+#include "message.h"
 
 namespace distrain::collective {
 
@@ -73,7 +74,9 @@ class SharedSpace : public std::enable_shared_from_this<SharedSpace> {
     size_t index = 0;
   };
   Slot slot(uint32_t sequence, uint64_t number) const;
-  std::span<uint8_t> header_of(const Slot& slot, int rank) const;
+  std::span<uint8_t> header_of(const Slot& slot, int rank) const {
+    return {slot.headers + static_cast<size_t>(rank) * kHeaderBytes, kHeaderBytes};
+  }
   uint8_t* data_of(const Slot& slot, int rank) const {
     return slot.data + static_cast<size_t>(rank) * kSlotBytes;
   }

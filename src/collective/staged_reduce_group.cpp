@@ -20,9 +20,6 @@ class BackendWork final : public ReduceWork {
 
 }  // namespace
 
-BackendQueue::BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence)
-    : backend_(std::move(backend)), sequence_(sequence), queue_(std::move(name)) {}
-
 BackendQueue::Call BackendQueue::average(const PassNumber& pass) const {
   return [backend = backend_.get(), options = OperationOptions{sequence_, pass}](auto& tensor) {
     return backend->allreduce(tensor, Backend::ReduceOp::AVG, Backend::kDefault, options);
@@ -166,12 +163,6 @@ StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32
       buffers_(std::make_shared<HostBuffers>()),
       queue_(backend_, "distrain-stage", sequence) {}
 
-StagedReduceGroup::~StagedReduceGroup() = default;
-
-std::shared_ptr<ReduceGroup> StagedReduceGroup::duplicate() {
-  return std::make_shared<StagedReduceGroup>(backend_, backend_->new_sequence());
-}
-
 at::Tensor ReduceGroup::allocate(int64_t count, const at::TensorOptions& options) {
   return at::empty({count}, options);
 }
@@ -180,15 +171,6 @@ at::Tensor StagedReduceGroup::allocate(int64_t count, const at::TensorOptions& o
   if (!options.device().is_cpu()) return ReduceGroup::allocate(count, options);
   return backend_->allocate(static_cast<size_t>(count) * options.dtype().itemsize())
       .view(c10::typeMetaToScalarType(options.dtype()));
-}
-
-ReduceGroup::WorkPtr StagedReduceGroup::average_async(const at::Tensor& bucket,
-                                                      const PassNumber& pass) {
-  return start(bucket, queue_.average(pass), true, true);
-}
-
-ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
-  return start(tensor, queue_.broadcast(root), root == rank(), root != rank());
 }
 
 ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& tensor, BackendQueue::Call call,

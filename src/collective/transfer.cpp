@@ -11,11 +11,6 @@ uint32_t Core::transfer_sequence_locked(const TransferKey& key) {
   return it->second;
 }
 
-Core::TransferKey Core::transfer_of(uint64_t number) const {
-  std::lock_guard lock(mutex_);
-  return transfers_[sequence_of(number) - kTransfers];
-}
-
 rpc::ChannelTag Core::wire_tag(uint64_t number, int step) const {
   rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
   if (!is_transfer(number)) return tag;
@@ -71,8 +66,7 @@ Pending Backend::transfer(bool sends, const at::Tensor& tensor, int peer, int ta
   if (peer < 0 || peer >= size_ || peer == rank_) {
     refuse_call(name, ": rank ", peer, " is not another rank of the group");
   }
-  OpSpec spec = spec_of(OpKind::kTransfer, tensor);
-  spec.root = static_cast<uint32_t>(tag);
+  const OpSpec spec = spec_of(OpKind::kTransfer, tensor, tag);
   const uint32_t sequence = core_->transfer_sequence({peer, sends, spec.root});
   if (sequence == 0) refuse_call(name, ": the group has used a million pairs of rank and tag");
   const auto operation = std::make_shared<Transfer>(spec, deadline(timeout), sends, peer, tensor);

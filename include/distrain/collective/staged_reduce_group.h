@@ -16,7 +16,8 @@ namespace distrain::collective {
 class BackendQueue {
  public:
   /// `name`, of at most 15 characters, names the thread. Operations use `sequence` of `backend`.
-  BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
+  BackendQueue(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0)
+      : backend_(std::move(backend)), sequence_(sequence), queue_(std::move(name)) {}
 
   using Call = std::function<Pending(const at::Tensor&)>;
   Call average(const PassNumber& pass) const;
@@ -46,16 +47,21 @@ class StagedReduceGroup final : public ReduceGroup {
  public:
   /// Uses `sequence` of `backend`. Direct calls to `backend` are operations of sequence 0.
   explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence = 0);
-  ~StagedReduceGroup() override;
 
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
   int world_rank(int rank) const override { return backend_->world_rank(rank); }
-  std::shared_ptr<ReduceGroup> duplicate() override;
+  std::shared_ptr<ReduceGroup> duplicate() override {
+    return std::make_shared<StagedReduceGroup>(backend_, backend_->new_sequence());
+  }
   at::Tensor allocate(int64_t count, const at::TensorOptions& options) override;
   using ReduceGroup::average_async;
-  WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) override;
-  WorkPtr broadcast(const at::Tensor& tensor, int root) override;
+  WorkPtr average_async(const at::Tensor& bucket, const PassNumber& pass) override {
+    return start(bucket, queue_.average(pass), true, true);
+  }
+  WorkPtr broadcast(const at::Tensor& tensor, int root) override {
+    return start(tensor, queue_.broadcast(root), root == rank(), root != rank());
+  }
   void refuse(int count, const base::Error& error) override { queue_.refuse(count, error); }
   /// Returns nullopt, because wait() throws all errors.
   std::optional<base::Error> failure() const override { return std::nullopt; }
