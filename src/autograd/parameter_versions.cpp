@@ -15,18 +15,6 @@ ParameterRead::ParameterRead(rpc::Agent& agent)
   base::thread_state().observer = this;
 }
 
-ParameterRead::~ParameterRead() { base::thread_state().observer = outer_; }
-
-void ParameterRead::on_block() {
-  if (outer_) outer_->on_block();
-  lock_.mutex()->add_blocked_readers(+1);
-}
-
-void ParameterRead::on_unblock() {
-  lock_.mutex()->add_blocked_readers(-1);
-  if (outer_) outer_->on_unblock();
-}
-
 at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
   runtime_.parameter_streams.read(parameter);
   at::Tensor version = parameter.variable_data();

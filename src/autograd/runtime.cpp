@@ -321,9 +321,8 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
       });
 }
 
-std::shared_ptr<ContextState> Context::create(rpc::Agent& agent) {
-  return Runtime::of(agent)->create();
-}
+Context::Context(rpc::Agent& agent, Scope scope)
+    : Context(agent, scope, Runtime::of(agent)->create()) {}
 
 Context::Context(rpc::Agent& agent, Scope scope, std::shared_ptr<ContextState> state)
     : ContextRef(state),

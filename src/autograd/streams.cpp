@@ -1,7 +1,5 @@
 #include "streams.h"
 
-#include "distrain/rpc/device.h"
-
 namespace distrain::autograd {
 
 using torch::autograd::InputBuffer;
@@ -74,11 +72,6 @@ void ParameterStreams::order(c10::Device device, bool updates) {
   if (updates) wait_for_streams(readers_, device);
   wait_for_streams(writers_, device);
   insert(updates ? writers_ : readers_, rpc::current_stream(device));
-}
-
-void ParameterStreams::order(const at::Tensor& parameter, bool updates) {
-  order(parameter.device(), updates);
-  if (const auto stream = producer_of(parameter)) rpc::use_on_stream(parameter, *stream);
 }
 
 }  // namespace distrain::autograd

@@ -11,6 +11,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/input_buffer.h>
 
+#include "distrain/rpc/device.h"
+
 namespace distrain::autograd {
 
 // Note [Streams of a backward pass]
@@ -65,7 +67,10 @@ class ParameterStreams {
 
  private:
   void order(c10::Device device, bool updates);
-  void order(const at::Tensor& parameter, bool updates);
+  void order(const at::Tensor& parameter, bool updates) {
+    order(parameter.device(), updates);
+    if (const auto stream = producer_of(parameter)) rpc::use_on_stream(parameter, *stream);
+  }
 
   std::mutex mutex_;
   std::vector<c10::Stream> readers_;

@@ -66,8 +66,7 @@ class Context : public ContextRef {
   /// A kExplicit context becomes the thread's current context only within an rpc::ContextScope with
   /// its id. Use it for concurrent passes, such as micro-batches.
   enum class Scope { kThread, kExplicit };
-  explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread)
-      : Context(agent, scope, create(agent)) {}
+  explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -84,7 +83,6 @@ class Context : public ContextRef {
 
  private:
   Context(rpc::Agent& agent, Scope scope, std::shared_ptr<ContextState> state);
-  static std::shared_ptr<ContextState> create(rpc::Agent& agent);
 
   rpc::Agent& agent_;
   const std::shared_ptr<Runtime> runtime_;

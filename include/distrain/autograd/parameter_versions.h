@@ -92,7 +92,7 @@ class ParameterLock {
 class ParameterRead final : base::BlockObserver {
  public:
   explicit ParameterRead(rpc::Agent& agent);
-  ~ParameterRead() override;
+  ~ParameterRead() override { base::thread_state().observer = outer_; }
   ParameterRead(const ParameterRead&) = delete;
   ParameterRead& operator=(const ParameterRead&) = delete;
 
@@ -105,8 +105,14 @@ class ParameterRead final : base::BlockObserver {
   void renew(const at::Tensor& version, const at::Tensor& parameter) const;
 
  private:
-  void on_block() override;
-  void on_unblock() override;
+  void on_block() override {
+    if (outer_) outer_->on_block();
+    lock_.mutex()->add_blocked_readers(+1);
+  }
+  void on_unblock() override {
+    lock_.mutex()->add_blocked_readers(-1);
+    if (outer_) outer_->on_unblock();
+  }
 
   Runtime& runtime_;
   std::shared_lock<ParameterLock> lock_;
