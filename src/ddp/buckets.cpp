@@ -57,19 +57,10 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
     bucket.last = place;
   }
   for (auto& [kind, bucket] : open) closed.push_back(std::move(bucket));
-  std::sort(closed.begin(), closed.end(),
-            [](const Open& a, const Open& b) { return a.last < b.last; });
+  std::ranges::sort(closed, {}, &Open::last);
   std::vector<std::vector<size_t>> result;
   for (Open& bucket : closed) result.push_back(std::move(bucket.members));
   return result;
-}
-
-Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters,
-               Allocate allocate)
-    : allocate_(std::move(allocate)),
-      members_(std::move(members)),
-      device_(parameters[members_.front()].device()) {
-  for (size_t index : members_) like_.push_back(parameters[index]);
 }
 
 void Bucket::allocate() {

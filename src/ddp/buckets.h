@@ -30,7 +30,12 @@ class Bucket {
   /// Returns a flat tensor of that many elements. By default at::empty().
   using Allocate = std::function<at::Tensor(int64_t, const at::TensorOptions&)>;
   Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters,
-         Allocate allocate = {});
+         Allocate allocate = {})
+      : allocate_(std::move(allocate)),
+        members_(std::move(members)),
+        device_(parameters[members_.front()].device()) {
+    for (size_t index : members_) like_.push_back(parameters[index]);
+  }
 
   const std::vector<size_t>& members() const { return members_; }
   const std::vector<at::Tensor>& parameters() const { return like_; }

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "distrain/collective/staged_reduce_group.h"
 #include "reducer_impl.h"
 
 namespace distrain::ddp {
@@ -111,13 +110,6 @@ void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient, bool 
   }
 }
 
-collective::ReduceGroup::WorkPtr Reducer::Impl::average(const at::Tensor& tensor) {
-  if (gave_up_) throw base::Exception(ErrorKind::kCancelled, "this pass has failed");
-  auto work = group_->average_async(tensor, number_);
-  ++made_;
-  return work;
-}
-
 void Reducer::Impl::start_next_bucket_locked() {
   Bucket& bucket = buckets_[started_];
   const auto its = std::make_shared<GradientBucket>(GradientBucket{
@@ -190,14 +182,6 @@ std::function<void()> Reducer::Impl::end_of(uint64_t pass, Target target) {
   return [weak, pass, open = std::move(open), target = std::move(target)] {
     if (const auto impl = weak.lock()) impl->finish(pass, target);
   };
-}
-
-// Returns the number of collectives of a pass: those of the buckets and of sparse gradients, and
-// one each for the order of gradients, the use of parameters, and the success of hooks.
-int Reducer::Impl::collectives_locked() const {
-  return static_cast<int>(buckets_.size()) * options_.hook.averages +
-         static_cast<int>(sparse_.size()) * 3 + (measures_locked() ? 1 : 0) +
-         (counts_use_locked() ? 1 : 0) + (waits_for_hooks() ? 1 : 0);
 }
 
 void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
@@ -312,11 +296,6 @@ Reducer::Reducer(const std::vector<NamedParameter>& parameters,
                                                    std::make_unique<Hook>(impl_, i));
   }
 }
-
-Reducer::Reducer(const std::vector<NamedParameter>& parameters,
-                 c10::intrusive_ptr<collective::Backend> backend, Options options)
-    : Reducer(parameters, std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
-              options) {}
 
 Reducer::~Reducer() {
   for (const at::Tensor& parameter : impl_->parameters_) {

@@ -137,7 +137,12 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void store_locked(size_t index, const at::Tensor& gradient, bool is_unused = false);
   void make_buckets(std::vector<int64_t> order);
   void start_next_bucket_locked();
-  collective::ReduceGroup::WorkPtr average(const at::Tensor& tensor);
+  collective::ReduceGroup::WorkPtr average(const at::Tensor& tensor) {
+    if (gave_up_) throw base::Exception(ErrorKind::kCancelled, "this pass has failed");
+    auto work = group_->average_async(tensor, number_);
+    ++made_;
+    return work;
+  }
   void store_unused_locked(const Target& target, const std::function<bool(size_t)>& is_unused);
   void store_unused_of_graph_locked();
   at::Tensor sparse_mean(const at::Tensor& mine);
@@ -146,7 +151,13 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   bool finds_unused() const { return options_.static_graph || options_.find_unused_parameters; }
   bool counts_use_locked() const { return finds_unused() && !knows_unused_; }
   bool waits_for_hooks() const { return options_.hook.run && options_.hook.may_fail_late; }
-  int collectives_locked() const;
+  // Returns the number of collectives of a pass: those of the buckets and of sparse gradients, and
+  // one each for the order of gradients, the use of parameters, and the success of hooks.
+  int collectives_locked() const {
+    return static_cast<int>(buckets_.size()) * options_.hook.averages +
+           static_cast<int>(sparse_.size()) * 3 + (measures_locked() ? 1 : 0) +
+           (counts_use_locked() ? 1 : 0) + (waits_for_hooks() ? 1 : 0);
+  }
   std::vector<int64_t> agreed_order();
   std::optional<Error> missing_error_locked() const;
   Error hook_error(size_t bucket) const;

@@ -10,7 +10,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
-#include "distrain/collective/staged_reduce_group.h"
 #include "distrain/ddp/reducer.h"
 
 namespace distrain::ddp {

@@ -9,8 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/collective/backend.h"
-#include "distrain/collective/reduce_group.h"
+#include "distrain/collective/staged_reduce_group.h"
 #include "distrain/ddp/comm_hook.h"
 
 namespace distrain::ddp {
@@ -72,7 +71,9 @@ class Reducer {
           std::shared_ptr<collective::ReduceGroup> group, Options options = {});
   /// Averages the gradients by a StagedReduceGroup over `backend`.
   Reducer(const std::vector<NamedParameter>& parameters,
-          c10::intrusive_ptr<collective::Backend> backend, Options options = {});
+          c10::intrusive_ptr<collective::Backend> backend, Options options = {})
+      : Reducer(parameters, std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
+                options) {}
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
