@@ -71,11 +71,6 @@ std::vector<T> select(const std::vector<T>& from, const std::vector<size_t>& ind
   return some;
 }
 
-void scatter(std::vector<ParameterState>& into, const std::vector<size_t>& indices,
-             std::vector<ParameterState> states) {
-  for (size_t i = 0; i < indices.size(); ++i) into[indices[i]] = std::move(states.at(i));
-}
-
 // Throws `invalid` if `value` is a DDP replica. Each trainer steps its own replica, so a step of a
 // shared parameter may wait forever for the other trainers.
 void refuse_replica(const at::Tensor& value, uint64_t group) {
@@ -273,12 +268,6 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
   own_ = make(agent.rank(), own, local);
 }
 
-std::vector<std::shared_ptr<DistributedOptimizer::Owner>> DistributedOptimizer::all_owners() const {
-  std::vector<std::shared_ptr<Owner>> all = owners_;
-  if (own_) all.push_back(own_);
-  return all;
-}
-
 uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts,
                                     std::optional<double> max_norm) {
   const at::NoGradGuard no_grad;
@@ -364,7 +353,10 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
 
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
-  for (const auto& owner : all_owners()) scatter(all, owner->indices, owner->state());
+  for (const auto& owner : all_owners()) {
+    std::vector<ParameterState> its = owner->state();
+    for (size_t i = 0; const size_t index : owner->indices) all[index] = std::move(its.at(i++));
+  }
   return all;
 }
 

@@ -195,14 +195,6 @@ std::optional<base::Error> ParameterUpdater::left_error_locked(const IsNeeded& i
   return std::nullopt;
 }
 
-template <class R, class Arguments>
-void ParameterUpdater::fail_if_needed_left_locked(Gathering<R, Arguments>& gathering,
-                                                  base::DeferredTasks& done) {
-  if (gathering.parts.empty()) return;
-  const auto error = left_error_locked([&](int other) { return !gathering.parts.contains(other); });
-  if (error) done.complete(std::exchange(gathering, {}).waiting, *error);
-}
-
 base::Future<Norms> ParameterUpdater::norms_squared(const NormArguments& arguments,
                                                     Gradients gradients) {
   check_participant(arguments.participant, gradients);

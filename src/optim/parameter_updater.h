@@ -169,7 +169,12 @@ class ParameterUpdater {
   template <class IsNeeded>
   std::optional<base::Error> left_error_locked(const IsNeeded& is_needed) const;
   template <class R, class Arguments>
-  void fail_if_needed_left_locked(Gathering<R, Arguments>& gathering, base::DeferredTasks& done);
+  void fail_if_needed_left_locked(Gathering<R, Arguments>& gathering, base::DeferredTasks& done) {
+    if (gathering.parts.empty()) return;
+    const auto is_needed = [&](int other) { return !gathering.parts.contains(other); };
+    const auto error = left_error_locked(is_needed);
+    if (error) done.complete(std::exchange(gathering, {}).waiting, *error);
+  }
   base::Future<uint64_t> step_alone(const StepOptions& options, const Gradients& gradients,
                                     rpc::ProcessNumber process);
   void apply_locked(const Gradients& gradients, const StepOptions& options);

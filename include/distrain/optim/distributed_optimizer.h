@@ -188,7 +188,11 @@ class DistributedOptimizer {
   double mean_factor() const {
     return sharing_.mode == Sharing::Mode::kSync ? mean_factor_->load() : 1;
   }
-  std::vector<std::shared_ptr<Owner>> all_owners() const;
+  std::vector<std::shared_ptr<Owner>> all_owners() const {
+    std::vector<std::shared_ptr<Owner>> all = owners_;
+    if (own_) all.push_back(own_);
+    return all;
+  }
 
   rpc::Agent& agent_;
   const Sharing sharing_;
