@@ -257,14 +257,6 @@ void LookupPlan::divide(QueryPlan& plan, std::span<const uint64_t> ids) {
   }
 }
 
-std::vector<int> LookupPlan::learning() const {
-  std::vector<int> queries;
-  for (size_t q = 0; q < learns_.size(); ++q) {
-    if (learns_[q] != 0) queries.push_back(static_cast<int>(q));
-  }
-  return queries;
-}
-
 at::Tensor LookupPlan::result_of(const QueryPlan& plan) const {
   at::Tensor result = at::empty(plan.shape, at::kFloat);
   float* const to = result.mutable_data_ptr<float>();

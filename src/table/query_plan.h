@@ -43,7 +43,13 @@ class LookupPlan {
                                          const std::vector<at::Tensor>& replies, bool learns);
   const at::Tensor& leaf() const { return leaf_; }
   /// Returns the queries of whose results the loss depends, ascending.
-  std::vector<int> learning() const;
+  std::vector<int> learning() const {
+    std::vector<int> queries;
+    for (size_t q = 0; q < learns_.size(); ++q) {
+      if (learns_[q] != 0) queries.push_back(static_cast<int>(q));
+    }
+    return queries;
+  }
 
  private:
   friend struct LookupBackward;

@@ -198,17 +198,6 @@ ShardedEmbedding::~ShardedEmbedding() {
   left->clients.push_back(client_);
 }
 
-at::Tensor ShardedEmbedding::forward(const at::Tensor& ids) { return look_up({{0, ids}})[0]; }
-
-at::Tensor ShardedEmbedding::bags(const at::Tensor& ids, const at::Tensor& offsets,
-                                  const at::Tensor& weights, Pooling pooling) {
-  return look_up({{0, ids, offsets, weights, pooling}})[0];
-}
-
-std::vector<at::Tensor> ShardedEmbedding::look_up(const std::vector<Query>& queries) {
-  return finish(start(queries));
-}
-
 ShardedEmbedding::Pending ShardedEmbedding::start(const std::vector<Query>& queries) {
   LookupRequest request{.evaluates = !at::GradMode::is_enabled()};
   const at::NoGradGuard no_grad;
@@ -275,11 +264,6 @@ void ShardedEmbedding::settle() {
   client_->await_each(std::exchange(pushing_, {}));
 }
 
-std::vector<std::string> ShardedEmbedding::table_names() const {
-  std::vector<std::string> names;
-  for (const TableOptions& table : tables_) names.push_back(table.name);
-  return names;
-}
 const std::vector<int>& ShardedEmbedding::servers() const { return client_->ranks; }
 const std::shared_ptr<TableServer>& ShardedEmbedding::local_server() const { return client_->here; }
 
@@ -408,9 +392,9 @@ Future<optim::Norms> ShardedEmbedding::norm(const std::vector<uint64_t>&,
     step_ = std::move(step);
     for (const auto& reply : replies) norms.shared += reply.wait().shared;
     norms.own = replies.front().wait().own;
-    return Future<optim::Norms>::ready(norms);
+  } else {
+    norms.shared = norm_squared();
   }
-  norms.shared = norm_squared();
   return Future<optim::Norms>::ready(norms);
 }
 

@@ -170,20 +170,6 @@ rows::RowStoreOptions Table::set_optimizer() {
   return rows;
 }
 
-TableSet::TableSet(OpenRequest request) : options_(std::move(request)) {
-  for (const TableOptions& options : options_.tables) {
-    if (find(options.name)) base::invalid("there are two tables named " + options.name);
-    tables_.push_back(std::make_unique<Table>(options));
-  }
-}
-
-Table* TableSet::find(const std::string& name) const {
-  for (const auto& table : tables_) {
-    if (table->options.name == name) return table.get();
-  }
-  return nullptr;
-}
-
 void TableSet::check_same(OpenRequest request) const {
   request.participant = options_.participant;
   request.dtype = options_.dtype;

@@ -137,11 +137,22 @@ struct Table {
 /// Tables that are looked up and updated together. Thread-safe: the tables lock their rows.
 class TableSet {
  public:
-  explicit TableSet(OpenRequest request);
+  explicit TableSet(OpenRequest request) : options_(std::move(request)) {
+    for (const TableOptions& options : options_.tables) {
+      if (find(options.name)) base::invalid("there are two tables named " + options.name);
+      tables_.push_back(std::make_unique<Table>(options));
+    }
+  }
 
   /// Throws `invalid` if a session gives other options.
   void check_same(OpenRequest request) const;
-  Table* find(const std::string& name) const;  ///< null if there is none
+  /// Returns null if there is no such table.
+  Table* find(const std::string& name) const {
+    for (const auto& table : tables_) {
+      if (table->options.name == name) return table.get();
+    }
+    return nullptr;
+  }
 
   /// Looks up `kept.ids` and sets the other members. Makes missing rows if `creates`. Returns
   /// floats. Throws `protocol` if the ids are malformed.

@@ -65,12 +65,16 @@ class ShardedEmbedding final : public optim::StepTarget {
   ~ShardedEmbedding() override;
 
   /// Returns the rows of `ids` in table 0, [..., dim].
-  at::Tensor forward(const at::Tensor& ids);
+  at::Tensor forward(const at::Tensor& ids) { return look_up({{0, ids}})[0]; }
   /// Returns the pooled rows of bags of table 0, [bags, dim].
   at::Tensor bags(const at::Tensor& ids, const at::Tensor& offsets, const at::Tensor& weights = {},
-                  Pooling pooling = Pooling::kSum);
+                  Pooling pooling = Pooling::kSum) {
+    return look_up({{0, ids, offsets, weights, pooling}})[0];
+  }
   /// Answers all queries by one call to each server.
-  std::vector<at::Tensor> look_up(const std::vector<Query>& queries);
+  std::vector<at::Tensor> look_up(const std::vector<Query>& queries) {
+    return finish(start(queries));
+  }
 
   /// Sends the requests of look_up(), so that the rows travel while this rank computes. Needs no
   /// current context. Destroying the result gives up the lookup.
@@ -82,7 +86,11 @@ class ShardedEmbedding final : public optim::StepTarget {
   int64_t staleness() const;
 
   // For checkpoints.
-  std::vector<std::string> table_names() const;
+  std::vector<std::string> table_names() const {
+    std::vector<std::string> names;
+    for (const TableOptions& table : tables_) names.push_back(table.name);
+    return names;
+  }
   const std::vector<int>& servers() const;
   /// Returns the server if it is of this process alone; otherwise null.
   const std::shared_ptr<TableServer>& local_server() const;
