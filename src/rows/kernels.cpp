@@ -14,18 +14,18 @@ namespace {
 // Number of rows that are prefetched together.
 constexpr size_t kBatch = 32;
 
+bool is_adagrad(const RowRule& rule) {
+  return rule.optimizer == Optimizer::kAdagrad || rule.optimizer == Optimizer::kRowwiseAdagrad;
+}
+bool is_adam(const RowRule& rule) {
+  return rule.optimizer == Optimizer::kAdam || rule.optimizer == Optimizer::kAdamW;
+}
+
 double corrected_rate(const RowRule& rule, const Step& step) {
   const auto n = static_cast<double>(step.number);
-  switch (rule.optimizer) {
-    case Optimizer::kAdagrad:
-    case Optimizer::kRowwiseAdagrad:
-      return step.lr / (1 + (n - 1) * rule.lr_decay);
-    case Optimizer::kAdam:
-    case Optimizer::kAdamW:
-      return step.lr * std::sqrt(1 - std::pow(rule.beta2, n)) / (1 - std::pow(rule.beta1, n));
-    default:
-      return step.lr;
-  }
+  if (is_adagrad(rule)) return step.lr / (1 + (n - 1) * rule.lr_decay);
+  if (!is_adam(rule)) return step.lr;
+  return step.lr * std::sqrt(1 - std::pow(rule.beta2, n)) / (1 - std::pow(rule.beta1, n));
 }
 
 template <class T>
@@ -99,25 +99,14 @@ Isa best_isa() {
 }
 
 size_t state_vectors(const RowRule& rule) {
-  switch (rule.optimizer) {
-    case Optimizer::kSgd:
-    case Optimizer::kRowwiseAdagrad:
-      return 0;
-    case Optimizer::kAdagrad:
-    case Optimizer::kRmsProp:
-      return 1;
-    case Optimizer::kAdam:
-    case Optimizer::kAdamW:
-      return 2;
-  }
-  return 0;
+  if (is_adam(rule)) return 2;
+  return rule.optimizer == Optimizer::kAdagrad || rule.optimizer == Optimizer::kRmsProp ? 1 : 0;
 }
 
 void set_state(RowStoreOptions& options, const RowRule& rule) {
   options.state_floats = options.dim * state_vectors(rule);
-  const bool adagrad =
-      rule.optimizer == Optimizer::kAdagrad || rule.optimizer == Optimizer::kRowwiseAdagrad;
-  options.initial_state = adagrad ? static_cast<float>(rule.initial_accumulator_value) : 0.0F;
+  options.initial_state =
+      is_adagrad(rule) ? static_cast<float>(rule.initial_accumulator_value) : 0.0F;
 }
 
 BagGradients::BagGradients(const Bags& bags) {

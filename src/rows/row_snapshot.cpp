@@ -4,8 +4,6 @@
 #include <cstring>
 #include <thread>
 
-#include "distrain/base/error.h"
-
 namespace distrain::rows {
 namespace {
 
@@ -56,19 +54,6 @@ RowSnapshot::RowSnapshot(RowStore& store, const RowRule& rule, size_t log_bytes)
     store_.end_snapshot();
     throw;
   }
-}
-
-RowSnapshot::~RowSnapshot() {
-  stop();
-  store_.end_snapshot();
-}
-
-void RowSnapshot::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_over_ = true;
-  }
-  changed_.notify_all();
 }
 
 // Copies a row to the log before it is updated. The caller has locked the row's stripe.

@@ -296,11 +296,6 @@ bool RowStore::save_rows(uint64_t first, uint64_t last, const RowSink& sink) {
   return true;
 }
 
-void RowStore::end_snapshot() {
-  const std::lock_guard lock(snapshot_mutex_);
-  end_snapshot_locked();
-}
-
 void RowStore::end_snapshot_locked() {
   for (Stripe& stripe : stripes_) {
     const std::lock_guard lock(stripe.mutex);

@@ -48,7 +48,10 @@ class RowSnapshot {
   RowSnapshot(RowStore& store, const RowRule& rule, size_t log_bytes = kLogBytes);
   /// Ends the snapshot, complete or not, and the wait of updates. Must not be called during
   /// write_next() or empty_log().
-  ~RowSnapshot();
+  ~RowSnapshot() {
+    stop();
+    store_.end_snapshot();
+  }
 
   uint64_t rows() const { return rows_; }
   const std::vector<RowColumn>& columns() const { return columns_; }
@@ -57,7 +60,13 @@ class RowSnapshot {
   bool write_next(const Put& put);
   /// Ends the wait of updates, and no update waits any more. The snapshot is then incomplete.
   /// Thread-safe.
-  void stop();
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_over_ = true;
+    }
+    changed_.notify_all();
+  }
   /// If the log is nearly full, writes the rows in it. The thread that calls write_next() calls
   /// this function while it does other work.
   void empty_log(const Put& put);

@@ -118,7 +118,10 @@ class RowStore {
   /// can let that thread go on before it calls again: the thread may wait in `on_overwrite`.
   bool save_rows(uint64_t first, uint64_t last, const RowSink& sink);
   /// Ends the snapshot, complete or not. `on_overwrite` is not called after the return.
-  void end_snapshot();
+  void end_snapshot() {
+    const std::lock_guard lock(snapshot_mutex_);
+    end_snapshot_locked();
+  }
 
   /// Calls `wait`, which waits for the thread that saves, or for a thread that does. Lets the pool
   /// of this thread grow during the wait. If the pool cannot grow, calls `wait` all the same,
