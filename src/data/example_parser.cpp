@@ -90,17 +90,6 @@ int64_t number_of_label(std::string_view label, std::string_view line,
                        base::in_quotes(line.substr(at, kLabelPrefix.size() + label.size()))};
 }
 
-int64_t VocabularyBuilder::add_word(std::string_view word) {
-  return vocabulary_.hash_bits > 0 ? number_of_word(word, vocabulary_)
-                                   : vocabulary_.words.add(word);
-}
-
-int64_t VocabularyBuilder::add_label(std::string_view label) {
-  const auto found = labels_.find(label);
-  if (found != labels_.end()) return found->second;
-  return labels_.emplace(label, std::ssize(labels_)).first->second;
-}
-
 TextVocabulary VocabularyBuilder::finish(std::vector<int64_t>* classes) {
   if (classes) classes->resize(labels_.size());
   for (const auto& [label, number] : labels_) {

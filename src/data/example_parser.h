@@ -84,9 +84,16 @@ class VocabularyBuilder {
   explicit VocabularyBuilder(int hash_bits) { vocabulary_.hash_bits = hash_bits; }
 
   /// Returns the number of a word, which may be new.
-  int64_t add_word(std::string_view word);
+  int64_t add_word(std::string_view word) {
+    return vocabulary_.hash_bits > 0 ? number_of_word(word, vocabulary_)
+                                     : vocabulary_.words.add(word);
+  }
   /// Returns a number for a label, which may be new: 0 for the first label.
-  int64_t add_label(std::string_view label);
+  int64_t add_label(std::string_view label) {
+    const auto found = labels_.find(label);
+    if (found != labels_.end()) return found->second;
+    return labels_.emplace(label, std::ssize(labels_)).first->second;
+  }
 
   /// Returns the vocabulary. Sets `classes`, if not null, to the class of each label's number.
   /// Classes are numbered by name, so that they do not depend on the order of the lines.

@@ -38,12 +38,6 @@ LineReader::LineReader(const SourceFile& file, uint64_t begin, uint64_t end,
   end_ = end;
 }
 
-std::optional<std::string_view> LineReader::next() {
-  if (offset() < end_) return read_line();
-  check_size();
-  return std::nullopt;
-}
-
 std::optional<std::string_view> LineReader::read_line() {
   size_t length = 0;  // of the line's part in the buffer
   const char* newline = nullptr;

@@ -25,7 +25,11 @@ class LineReader {
 
   /// Returns the next line, without its \n and without a byte order mark, or nullopt after the last
   /// one. The view is valid until the next call.
-  std::optional<std::string_view> next();
+  std::optional<std::string_view> next() {
+    if (offset() < end_) return read_line();
+    check_size();
+    return std::nullopt;
+  }
 
   /// Returns the byte of the file that follows the last line.
   uint64_t offset() const { return buffer_offset_ + at_; }

@@ -16,9 +16,6 @@ constexpr auto kPause = std::chrono::milliseconds(100);  // between looks for st
 
 }  // namespace
 
-StreamServer::StreamServer(const StreamOptions& options, int trainers)
-    : trainers_(static_cast<size_t>(trainers)), stream_(options) {}
-
 HandedOut StreamServer::take(int trainer, const StreamPosition& from, int64_t first,
                              int64_t count) {
   const auto index = static_cast<size_t>(trainer);

@@ -439,9 +439,7 @@ bool Stream::await(std::chrono::milliseconds limit) {
 }
 
 bool Stream::has_one_pass() const {
-  return std::ranges::any_of(state_->plan.files, [](const SourceFile& file) {
-    return file.kind == SourceFile::Kind::kPipe;
-  });
+  return std::ranges::count(state_->plan.files, SourceFile::Kind::kPipe, &SourceFile::kind) > 0;
 }
 
 int64_t Stream::ready() {

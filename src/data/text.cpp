@@ -27,20 +27,7 @@ void for_each_line(std::string_view text, auto function) {
   }
 }
 
-/// Reads a whole text, which may be compressed with gzip. Throws `bad_data` if it is UTF-16 or
-/// binary.
-std::string read_text(const std::string& path) {
-  store::GzipReader file{store::InputFile(path)};
-  auto text = store::read_to_end<std::string>(file);
-  check_text(path, 0, text);
-  return text;
-}
-
 }  // namespace
-
-Vocabulary::Vocabulary(const std::vector<std::string>& words) {
-  for (const std::string& word : words) add(word);
-}
 
 int64_t Vocabulary::add(std::string_view word) {
   if ((words_.size() + 1) * 4 > slots_.size() * 3) grow();
@@ -52,11 +39,6 @@ int64_t Vocabulary::add(std::string_view word) {
     found = slot;
   }
   return int64_t{found.position} - 1;
-}
-
-int64_t Vocabulary::find(std::string_view word) const {
-  if (slots_.empty()) return kUnknown;
-  return int64_t{slots_[slot_of(slot_with(word), word)].position} - 1;
 }
 
 // Returns an entry of `word` without a number.
@@ -138,7 +120,10 @@ TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels,
                            int hash_bits) {
   return store::with_memory_for(path, [&] {
-    return parse_fast_text(read_text(path), path, std::move(vocabulary), labels, hash_bits);
+    store::GzipReader file{store::InputFile(path)};
+    const auto text = store::read_to_end<std::string>(file);
+    check_text(path, 0, text);
+    return parse_fast_text(text, path, std::move(vocabulary), labels, hash_bits);
   });
 }
 

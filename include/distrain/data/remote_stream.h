@@ -37,7 +37,8 @@ struct HandedOut {
 class StreamServer {
  public:
   /// `options` must have one shard.
-  StreamServer(const StreamOptions& options, int trainers);
+  StreamServer(const StreamOptions& options, int trainers)
+      : trainers_(static_cast<size_t>(trainers)), stream_(options) {}
 
   /// Returns at most `count` batches of `trainer`, from its batch number `first` after `from` on.
   /// Waits until they are read. A call with a new `from` and a `first` of 0 moves the stream there;

@@ -17,7 +17,9 @@ class Vocabulary {
 
   Vocabulary() = default;
   /// Adds `words` in their order.
-  explicit Vocabulary(const std::vector<std::string>& words);
+  explicit Vocabulary(const std::vector<std::string>& words) {
+    for (const std::string& word : words) add(word);
+  }
   Vocabulary(Vocabulary&&) = default;
   Vocabulary& operator=(Vocabulary&&) = default;
 
@@ -25,7 +27,10 @@ class Vocabulary {
   int64_t add(std::string_view word);
 
   /// Returns the number of `word`, or kUnknown.
-  int64_t find(std::string_view word) const;
+  int64_t find(std::string_view word) const {
+    if (slots_.empty()) return kUnknown;
+    return int64_t{slots_[slot_of(slot_with(word), word)].position} - 1;
+  }
 
   /// Returns the word with the number `id`. The view is valid as long as this object.
   std::string_view word(int64_t id) const { return words_[static_cast<size_t>(id)]; }
