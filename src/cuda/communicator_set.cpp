@@ -71,17 +71,6 @@ struct Watchdog::Item {
   std::optional<base::TimePoint> nccl_failed{};  // used by the Watchdog's thread only
 };
 
-Watchdog::Watchdog(Options options) : options_(std::move(options)) {}
-
-Watchdog::~Watchdog() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
-
 std::shared_ptr<Watchdog::Item> Watchdog::begin(std::shared_ptr<CommunicatorSet> set,
                                                 std::shared_ptr<DeviceCommunicator> communicator,
                                                 std::string op) {

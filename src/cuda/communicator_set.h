@@ -118,9 +118,16 @@ class Watchdog {
     std::chrono::milliseconds loss_grace;              ///< NcclTimeouts::loss_grace
     int world_rank;                                    ///< this rank's number in the job
   };
-  explicit Watchdog(Options options);
+  explicit Watchdog(Options options) : options_(std::move(options)) {}
   /// Checks the watched work one last time, then joins the thread.
-  ~Watchdog();
+  ~Watchdog() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
 
   struct Item;
   /// Watches operation `op` until the stream reaches the point that enqueued() sets. Call begin()
