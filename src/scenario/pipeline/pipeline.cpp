@@ -44,14 +44,6 @@ job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& sc
           {"bubble", timeline.bubble},           {"table", std::move(rows)}};
 }
 
-/// Calls F, which returns a vector, on all stages. Returns the concatenated vectors.
-template <auto F>
-auto joined(const nn::Pipeline<PipelineStage>& stages) {
-  auto all = stages.call_all<F>();
-  for (size_t i = 1; i < all.size(); ++i) all[0].insert(all[0].end(), all[i].begin(), all[i].end());
-  return all[0];
-}
-
 /// The model on its workers, and its optimizer.
 class Pipeline final : public PipelineModel {
  public:
@@ -68,12 +60,19 @@ class Pipeline final : public PipelineModel {
       stages_.add(rank, options_.model, options_.classes, options_.image_size, cut_[i].first,
                   cut_[i].last, options_.seed, agent_.device_of(rank));
     }
-    optimizer_.emplace(agent_, joined<&PipelineStage::parameter_rrefs>(stages_),
-                       std::vector<at::Tensor>(), options_.rule());
+    std::vector<rpc::RRef<at::Tensor>> parameters;
+    for (const auto& its : stages_.call_all<&PipelineStage::parameter_rrefs>()) {
+      parameters.insert(parameters.end(), its.begin(), its.end());
+    }
+    optimizer_.emplace(agent_, parameters, std::vector<at::Tensor>(), options_.rule());
   }
 
-  std::vector<std::string> parameter_names() {
-    return joined<&PipelineStage::parameter_names>(stages_);
+  /// Returns the names of the parameters of all stages, in the order of the optimizer.
+  std::vector<std::string> parameter_names() const {
+    const ResNetStage whole(options_.model, 1, whole_resnet(options_.model), 0, c10::kMeta);
+    std::vector<std::string> names;
+    for (const auto& [name, parameter] : whole.parameters()) names.push_back(name);
+    return names;
   }
   /// Returns the optimizer. After begin(), the same reference refers to the new model's optimizer.
   optim::DistributedOptimizer& optimizer() { return *optimizer_; }

@@ -54,14 +54,6 @@ void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<nn::Pipeline
   passes_.begin(call.agent, std::move(row));
 }
 
-base::Future<at::Tensor> PipelineStage::forward(rpc::CallContext& call,
-                                                const rpc::RRef<at::Tensor>& input,
-                                                int64_t micro_batch) {
-  return passes_.forward(
-      call.agent, input, micro_batch, next_rank(call.agent),
-      [self = shared_from_this()](const at::Tensor& x) { return self->compute(x); });
-}
-
 at::Tensor PipelineStage::compute(const at::Tensor& input) const {
   if (sleep_s_ > 0) return sleep(input, sleep_s_ * static_cast<double>(input.size(0)));
   if (is_first_ || input.dim() != 2) return module_.forward(input);
@@ -100,12 +92,6 @@ std::vector<rpc::RRef<at::Tensor>> PipelineStage::parameter_rrefs(rpc::CallConte
   return rrefs;
 }
 
-std::vector<std::string> PipelineStage::parameter_names() const {
-  std::vector<std::string> names;
-  for (const auto& [name, parameter] : module_.parameters()) names.push_back(name);
-  return names;
-}
-
 void PipelineStage::expose(rpc::Agent& agent) {
   nn::StagePasses::install(agent);
   agent.expose_class<PipelineStage>("PipelineStage");
@@ -114,7 +100,6 @@ void PipelineStage::expose(rpc::Agent& agent) {
   agent.expose<&PipelineStage::forward>("PipelineStage.forward");
   agent.expose<&PipelineStage::infer>("PipelineStage.infer");
   agent.expose<&PipelineStage::parameter_rrefs>("PipelineStage.parameter_rrefs");
-  agent.expose<&PipelineStage::parameter_names>("PipelineStage.parameter_names");
   agent.expose<&PipelineStage::hold_state>("PipelineStage.hold_state");
   agent.expose<&PipelineStage::load>("PipelineStage.load");
 }

@@ -25,13 +25,16 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   void begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row, int64_t samples);
   nn::StageReport end_batch() { return passes_.end(); }
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
-                                   int64_t micro_batch);
+                                   int64_t micro_batch) {
+    return passes_.forward(
+        call.agent, input, micro_batch, next_rank(call.agent),
+        [self = shared_from_this()](const at::Tensor& x) { return self->compute(x); });
+  }
 
   /// Runs `input` through the stage, with batch norm's running statistics and no autograd context.
   base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  std::vector<std::string> parameter_names() const;
   /// Returns a snapshot of parameters and buffers on the CPU.
   rpc::RRef<rpc::NamedTensors> hold_state(rpc::CallContext& call) const;
   /// Loads this stage's part of a complete state_dict.
