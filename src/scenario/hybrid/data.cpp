@@ -77,12 +77,6 @@ bool HybridOptions::streams() const {
          format_of(paths) != data::Format::kFastText;
 }
 
-bool HybridOptions::reads_on_rank_0() const {
-  return data_from == "rank0" ||
-         (data_from == "auto" &&
-          !data::can_divide(data::expand_paths(data::split_paths(data)), trainers));
-}
-
 data::Format HybridOptions::format_of(const std::vector<std::string>& paths) const {
   const bool is_criteo = data_format == "auto"
                              ? data::detect_format(paths[0]) == data::Format::kCriteo
@@ -187,14 +181,6 @@ HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapsh
   test_ = read(examples, data::Labels::kSome);
 }
 
-data::TextDataset HybridData::read(const std::string& path, data::Labels labels) const {
-  return data::read_examples(path, format_, words_, labels);
-}
-
-int64_t HybridData::unknown_words() const {
-  return (valid_ ? valid_->dropped_tokens : 0) + (test_ ? test_->dropped_tokens : 0);
-}
-
 void HybridData::agree(job::TrainingPlan& training) const {
   training.agree("rows", rows(), "num_embeddings");
   training.agree("classes", classes(), "classes");
@@ -227,19 +213,6 @@ job::Plan HybridData::plan() const {
   plan.average_over_data = options_.average_over == "data";
   if (!open_shard_) plan.reading = job::LeaseScheduler::Reading::kOneStream;
   return plan;
-}
-
-void HybridData::read_in(job::TrainingPlan& training) {
-  if (open_shard_) training.read(open_shard_);
-  for (auto& [trainer, stream] : served_) training.read(*stream, trainer);
-}
-
-void HybridData::each_batch(const data::TextDataset& set, const job::Share& share,
-                            const std::function<void(const data::Batch&)>& use) {
-  constexpr int64_t kBatch = 256;
-  share.each_batch(set.size(), kBatch, [&](std::span<const int64_t> examples) {
-    use(data::make_batch(set, examples));
-  });
 }
 
 void HybridData::evaluate_in(job::TrainingPlan& training,

@@ -84,12 +84,6 @@ HybridData data_of(job::Rank& rank, const HybridOptions& options) {
        }});
 }
 
-HybridData local_data_of(const HybridOptions& options) {
-  std::vector<int> trainers(static_cast<size_t>(options.trainers));
-  std::iota(trainers.begin(), trainers.end(), 0);
-  return HybridData(options, trainers);
-}
-
 /// Returns the number of rows that the first caller has given. So trainers with other data open the
 /// same tables, and TrainingPlan::agree() reports the difference.
 int64_t rows_of_job(rpc::CallContext& call, int64_t rows) {
@@ -312,12 +306,6 @@ at::Tensor DenseImpl::forward(at::Tensor x) const {
   return at::linear(x, weight, bias);
 }
 
-std::vector<std::string> DenseImpl::names() const {
-  std::vector<std::string> names;
-  for (const auto& parameter : named_parameters()) names.push_back("fc." + parameter.key());
-  return names;
-}
-
 void expose_hybrid(rpc::Agent& agent) {
   agent.expose<&table_of_job>("hybrid.table");
   agent.expose<&rows_of_job>("hybrid.rows");
@@ -389,7 +377,9 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
 }
 
 void train_hybrid_local(job::SingleProcess& local, const HybridOptions& options) {
-  HybridData data = local_data_of(options);
+  std::vector<int> trainers(static_cast<size_t>(options.trainers));
+  std::iota(trainers.begin(), trainers.end(), 0);
+  HybridData data(options, trainers);
   if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   WholeModel model(options, data, local.device());
   const auto& tables = model.embedding->tables();

@@ -61,7 +61,11 @@ struct HybridOptions : job::TrainerOptions {
   /// Returns true if the training data is read as a stream. Throws `bad_data` as expand_paths().
   bool streams() const;
   /// Returns true if rank 0 reads the streams for all trainers.
-  bool reads_on_rank_0() const;
+  bool reads_on_rank_0() const {
+    return data_from == "rank0" ||
+           (data_from == "auto" &&
+            !data::can_divide(data::expand_paths(data::split_paths(data)), trainers));
+  }
   /// Returns the format of the first file of `paths`, as --data-format says. Throws `invalid` if it
   /// needs --hash-bits.
   data::Format format_of(const std::vector<std::string>& paths) const;
@@ -131,7 +135,10 @@ class HybridData {
   void agree(job::TrainingPlan& training) const;
   job::Plan plan() const;
   /// Has `training` read the streams, if there are any.
-  void read_in(job::TrainingPlan& training);
+  void read_in(job::TrainingPlan& training) {
+    if (open_shard_) training.read(open_shard_);
+    for (auto& [trainer, stream] : served_) training.read(*stream, trainer);
+  }
   data::Batch batch(const job::Step& step);
 
   /// Has `training` evaluate the validation data after each epoch and the test data at the end.
@@ -141,19 +148,28 @@ class HybridData {
   /// Returns true if words of the evaluated files may be unknown.
   bool evaluates_text() const { return words_ && words_->hash_bits == 0 && (valid_ || test_); }
   /// Returns how many words of the validation and test data are not in the training data.
-  int64_t unknown_words() const;
+  int64_t unknown_words() const {
+    return (valid_ ? valid_->dropped_tokens : 0) + (test_ ? test_->dropped_tokens : 0);
+  }
   /// Returns the test examples. Call it only if there are test examples.
   const data::TextDataset& test() const { return *test_; }
   /// Calls `use` with each batch of the examples in `set` that belong to `share`.
   static void each_batch(const data::TextDataset& set, const job::Share& share,
-                         const std::function<void(const data::Batch&)>& use);
+                         const std::function<void(const data::Batch&)>& use) {
+    constexpr int64_t kBatch = 256;
+    share.each_batch(set.size(), kBatch, [&](std::span<const int64_t> examples) {
+      use(data::make_batch(set, examples));
+    });
+  }
   /// Returns the labels of the classes. Call it only if the data come from a file.
   const std::vector<std::string>& labels() const { return words_->labels; }
 
  private:
   void open_streams(const std::vector<int>& trainers, const Sharing& sharing);
   Words words_of(const data::StreamOptions& stream) const;
-  data::TextDataset read(const std::string& path, data::Labels labels = data::Labels::kAll) const;
+  data::TextDataset read(const std::string& path, data::Labels labels = data::Labels::kAll) const {
+    return data::read_examples(path, format_, words_, labels);
+  }
 
   const HybridOptions options_;
   const RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
@@ -197,7 +213,11 @@ class DenseImpl : public torch::nn::Module {
   /// Maps [n, inputs] to [n, outputs].
   at::Tensor forward(at::Tensor x) const;
   /// Returns the names of the parameters, in the order of parameters(), with "fc." before each.
-  std::vector<std::string> names() const;
+  std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (const auto& parameter : named_parameters()) names.push_back("fc." + parameter.key());
+    return names;
+  }
 
   at::Tensor weight;
   at::Tensor bias;

@@ -107,10 +107,6 @@ data::ImageBatch PipelineData::batch(int64_t index) const {
           at::randint(options_.classes, {size}, generator(kLabelSequence), at::kLong)};
 }
 
-int64_t PipelineData::batches_per_epoch() const {
-  return std::max<int64_t>(images_.count / options_.batch_size, 1);
-}
-
 void PipelineData::each_batch(const data::ImageSet& images, const job::Share& share,
                               const std::function<void(const data::ImageBatch&)>& use) const {
   share.each_batch(images.count, options_.batch_size, [&](std::span<const int64_t> examples) {

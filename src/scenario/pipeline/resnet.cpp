@@ -334,12 +334,6 @@ at::Tensor ResNetStage::forward(const at::Tensor& x, bool training) const {
   return at::linear(at::adaptive_avg_pool2d(y, {1, 1}).flatten(1), fc_weight_, fc_bias_);
 }
 
-rpc::NamedTensors ResNetStage::state() const {
-  rpc::NamedTensors all(parameters_.begin(), parameters_.end());
-  all.insert(buffers_.begin(), buffers_.end());
-  return all;
-}
-
 void ResNetStage::load(const rpc::NamedTensors& weights) {
   std::vector<std::pair<at::Tensor, const at::Tensor*>> copies;
   for (const auto& [name, tensor] : state()) {

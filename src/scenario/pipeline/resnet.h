@@ -98,7 +98,12 @@ class ResNetStage {
   const Named& parameters() const { return parameters_; }
   /// Returns running_mean, running_var and num_batches_tracked of each batch norm.
   const Named& buffers() const { return buffers_; }
-  rpc::NamedTensors state() const;  ///< parameters and buffers
+  /// Returns the parameters and buffers.
+  rpc::NamedTensors state() const {
+    rpc::NamedTensors all(parameters_.begin(), parameters_.end());
+    all.insert(buffers_.begin(), buffers_.end());
+    return all;
+  }
 
   /// Copies the tensors of these blocks from a whole state_dict. Throws `bad_data`, without any
   /// change, if a name other than num_batches_tracked is missing or a shape or dtype is wrong.

@@ -52,11 +52,6 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineData& dat
   begin(options.num_split.front());
 }
 
-int64_t PipelineRun::batches() const {
-  if (options_.epochs == 0) return options_.batches;
-  return options_.epochs * data_.batches_per_epoch();
-}
-
 job::Plan PipelineRun::plan() const {
   job::Plan plan =
       job::Plan::of_steps(options_, batches() * static_cast<int64_t>(options_.num_split.size()),
@@ -95,11 +90,6 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
   };
   training.evaluate_epochs(of(data_.valid()));
   training.evaluate_at_end(of(data_.test()));
-}
-
-void PipelineRun::begin(int64_t num_split) {
-  model_.begin(num_split);
-  if (!data_.weights().empty()) model_.load(data_.weights());
 }
 
 job::Result PipelineRun::step(const job::Step& step) {

@@ -33,7 +33,9 @@ class PipelineData {
   /// Returns batch `index`, from 0, which always has `batch_size` images.
   data::ImageBatch batch(int64_t index) const;
   /// Returns the number of full batches per epoch, at least 1. Do not call it for random data.
-  int64_t batches_per_epoch() const;
+  int64_t batches_per_epoch() const {
+    return std::max<int64_t>(images_.count / options_.batch_size, 1);
+  }
 
   /// Return the images to evaluate after each epoch (valid) and at the end (test); may be empty.
   const data::ImageSet& valid() const { return valid_; }
@@ -108,8 +110,14 @@ class PipelineRun {
   void add_to(job::Json& fields);
 
  private:
-  int64_t batches() const;  // number of batches of each model
-  void begin(int64_t num_split);
+  // Returns the number of batches of each model.
+  int64_t batches() const {
+    return options_.epochs == 0 ? options_.batches : options_.epochs * data_.batches_per_epoch();
+  }
+  void begin(int64_t num_split) {
+    model_.begin(num_split);
+    if (!data_.weights().empty()) model_.load(data_.weights());
+  }
   void end_split();
 
   const PipelineOptions& options_;

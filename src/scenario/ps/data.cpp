@@ -16,8 +16,6 @@ namespace {
 
 constexpr int64_t kSide = 28;
 constexpr int kClasses = 10;
-// Largest evaluation batch. Activations stay below 32 MiB; for larger ones, glibc maps new memory.
-constexpr int64_t kMostAtOnce = 128;
 
 void check_images(const std::string& path, const data::ImageSet& images) {
   if (images.rows != kSide || images.columns != kSide) {
@@ -70,12 +68,6 @@ PsData::PsData(const PsOptions& options, const std::string& images)
       test_(read_checked(images)),
       sampler_(options.seed, options.trainers, examples_, options.step_size()) {}
 
-job::Plan PsData::plan() const {
-  job::Plan plan = job::Plan::of(options_, sampler_.steps_per_epoch());
-  plan.what_must_agree = "the files, --mean and --std";
-  return plan;
-}
-
 void PsData::agree(job::TrainingPlan& training) const {
   training.agree("data", std::to_string(files_.train.content_hash));
   training.agree("examples", examples_, "limit");
@@ -106,14 +98,6 @@ std::vector<PsPart> PsData::parts(const job::Step& step) {
 at::Tensor PsPart::loss(const at::Tensor& scores) const {
   const base::TraceScope scope("loss");
   return at::nll_loss(scores, rpc::to_device(batch.labels, scores.device())) * weight;
-}
-
-void PsData::each_batch(const data::ImageSet& set, const job::Share& share,
-                        const std::function<void(const data::ImageBatch&)>& use) const {
-  const auto batch_size = std::clamp<int64_t>(options_.batch_size, 16, kMostAtOnce);
-  share.each_batch(set.count, batch_size, [&](std::span<const int64_t> examples) {
-    use(data::make_batch(set, examples, form_));
-  });
 }
 
 void PsData::evaluate_in(job::TrainingPlan& training, const std::function<Forward()>& begin) const {

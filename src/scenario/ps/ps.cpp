@@ -66,18 +66,6 @@ std::vector<size_t> ConvNet::server_of_each(int servers) {
   return spread_by_size(sizes, servers);
 }
 
-const std::vector<std::string>& ConvNet::names() {
-  static const std::vector<std::string> kNames = {"conv1.weight", "conv1.bias", "conv2.weight",
-                                                  "conv2.bias",   "fc1.weight", "fc1.bias",
-                                                  "fc2.weight",   "fc2.bias"};
-  return kNames;
-}
-
-rpc::NamedTensors ConvNet::named_parameters() const {
-  const auto named = optim::named(names_, parameters_);
-  return {named.begin(), named.end()};
-}
-
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             nn::Dropout dropout, std::optional<double> rate) {
   const base::TraceScope scope("forward");
@@ -108,12 +96,6 @@ at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images
   const at::NoGradGuard no_grad;
   const auto versions = autograd::current_versions(call.agent, parameters_);
   return rpc::for_rank(call.agent, call.caller.rank, forward(versions, images, nn::Dropout()));
-}
-
-std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& call) {
-  std::vector<rpc::RRef<at::Tensor>> rrefs;
-  for (const at::Tensor& parameter : parameters_) rrefs.push_back(call.agent.make_rref(parameter));
-  return rrefs;
 }
 
 std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t context) {

@@ -45,7 +45,11 @@ class PsData {
   /// Reads test images, which need no labels.
   PsData(const PsOptions& options, const std::string& images);
 
-  job::Plan plan() const;
+  job::Plan plan() const {
+    job::Plan plan = job::Plan::of(options_, sampler_.steps_per_epoch());
+    plan.what_must_agree = "the files, --mean and --std";
+    return plan;
+  }
   /// Adds to `training` the properties of the data that all trainers must share.
   void agree(job::TrainingPlan& training) const;
   std::vector<PsPart> parts(const job::Step& step);
@@ -56,9 +60,15 @@ class PsData {
   void evaluate_in(job::TrainingPlan& training, const std::function<Forward()>& begin) const;
   /// Returns the test images. Call it only if there are test images.
   const data::ImageSet& test() const { return *test_; }
-  /// Calls `use` with each batch of `share`: `batch_size` images, clamped to [16, 128].
+  /// Calls `use` with each batch of `share`: `batch_size` images, clamped to [16, 128]. So
+  /// activations stay below 32 MiB; for larger ones, glibc maps new memory.
   void each_batch(const data::ImageSet& set, const job::Share& share,
-                  const std::function<void(const data::ImageBatch&)>& use) const;
+                  const std::function<void(const data::ImageBatch&)>& use) const {
+    const auto batch_size = std::clamp<int64_t>(options_.batch_size, 16, 128);
+    share.each_batch(set.count, batch_size, [&](std::span<const int64_t> examples) {
+      use(data::make_batch(set, examples, form_));
+    });
+  }
 
  private:
   const PsOptions options_;
@@ -97,11 +107,19 @@ class ConvNet {
   static at::Tensor forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             nn::Dropout dropout, std::optional<double> rate = {});
 
-  static const std::vector<std::string>& names();
+  static const std::vector<std::string>& names() {
+    static const std::vector<std::string> kNames = {"conv1.weight", "conv1.bias", "conv2.weight",
+                                                    "conv2.bias",   "fc1.weight", "fc1.bias",
+                                                    "fc2.weight",   "fc2.bias"};
+    return kNames;
+  }
   /// Returns the number of each parameter's server, in the order of names().
   static std::vector<size_t> server_of_each(int servers);
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  rpc::NamedTensors named_parameters() const;
+  rpc::NamedTensors named_parameters() const {
+    const auto named = optim::named(names_, parameters_);
+    return {named.begin(), named.end()};
+  }
 
   // Functions that the trainers call over RPC.
 
@@ -111,7 +129,11 @@ class ConvNet {
   PsPass forward_training(rpc::CallContext& call, at::Tensor images,
                           std::optional<uint64_t> dropout_key, std::optional<double> dropout_rate);
   at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images);
-  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call) {
+    std::vector<rpc::RRef<at::Tensor>> rrefs;
+    for (const at::Tensor& each : parameters_) rrefs.push_back(call.agent.make_rref(each));
+    return rrefs;
+  }
   /// Returns the gradients of parameters() in an autograd context; undefined if missing.
   std::vector<at::Tensor> gradients(rpc::CallContext& call, uint64_t context);
 

@@ -31,12 +31,6 @@ Observation CartPole::reset(base::Random random) {
   return begin(state);
 }
 
-Observation CartPole::begin(const State& state) {
-  state_ = state;
-  steps_ = 0;
-  return observation();
-}
-
 CartPole::Step CartPole::step(int action) {
   auto& [x, x_speed, angle, angle_speed] = state_;
   const double force = action == 1 ? kForce : -kForce;
@@ -54,12 +48,6 @@ CartPole::Step CartPole::step(int action) {
 
   const bool fallen = std::abs(x) > kTrackLimit || std::abs(angle) > kAngleLimit;
   return {observation(), 1, fallen, steps_ >= kMaxSteps};
-}
-
-Observation CartPole::observation() const {
-  Observation rounded;
-  for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = static_cast<float>(state_[i]);
-  return rounded;
 }
 
 EnvironmentStates Environments::play(

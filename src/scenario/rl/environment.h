@@ -33,12 +33,20 @@ class CartPole {
 
   /// Starts an episode from a random state near the center.
   Observation reset(base::Random random);
-  Observation begin(const State& state);
+  Observation begin(const State& state) {
+    state_ = state;
+    steps_ = 0;
+    return observation();
+  }
   /// Makes one step. Do not call it after the end of the episode.
   Step step(int action);
 
  private:
-  Observation observation() const;
+  Observation observation() const {
+    Observation rounded;
+    for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = static_cast<float>(state_[i]);
+    return rounded;
+  }
 
   State state_{};
   int steps_ = 0;

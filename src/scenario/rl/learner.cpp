@@ -110,13 +110,6 @@ std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests)
   return answers;
 }
 
-void Learner::report(int observer, const EnvironmentStates& ends) {
-  std::lock_guard lock(mutex_);
-  for (const EnvironmentState& end : ends) {
-    trajectories_[place(observer, end.environment)].rewards.push_back(end.last_reward);
-  }
-}
-
 job::Result Learner::end_episode() {
   std::lock_guard lock(mutex_);
   const at::Tensor loss = learn();

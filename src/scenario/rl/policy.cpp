@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/optim/single_process_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/to_device.h"
 
@@ -124,17 +123,6 @@ Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
   };
   layer(kInputs, kHidden);
   layer(kHidden, kActions);
-}
-
-const std::vector<std::string>& Policy::names() {
-  static const std::vector<std::string> kNames = {"affine1.weight", "affine1.bias",
-                                                  "affine2.weight", "affine2.bias"};
-  return kNames;
-}
-
-rpc::NamedTensors Policy::named_parameters() const {
-  const auto named = optim::named(names(), parameters_);
-  return {named.begin(), named.end()};
 }
 
 Row Policy::dropout_mask(base::Random& random) {

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/rpc/named_tensors.h"
+#include "distrain/optim/single_process_optimizer.h"
 #include "environment.h"
 
 namespace distrain::scenario {
@@ -39,9 +39,16 @@ class Policy {
   /// Initializes as torch.nn.Linear does.
   explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
 
-  static const std::vector<std::string>& names();
+  static const std::vector<std::string>& names() {
+    static const std::vector<std::string> kNames = {"affine1.weight", "affine1.bias",
+                                                    "affine2.weight", "affine2.bias"};
+    return kNames;
+  }
   std::vector<at::Tensor>& parameters() { return parameters_; }  ///< in the order of names()
-  rpc::NamedTensors named_parameters() const;
+  rpc::NamedTensors named_parameters() const {
+    const auto named = optim::named(names(), parameters_);
+    return {named.begin(), named.end()};
+  }
 
   /// Draws an action for each of `inputs`, without recording a graph.
   std::vector<int> act(std::span<const PolicyInput> inputs) const;

@@ -58,7 +58,12 @@ class Learner {
   /// observer must not send another request before it has received its actions.
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
   /// Records the end states of an observer's episode.
-  void report(int observer, const EnvironmentStates& ends);
+  void report(int observer, const EnvironmentStates& ends) {
+    std::lock_guard lock(mutex_);
+    for (const EnvironmentState& end : ends) {
+      trajectories_[place(observer, end.environment)].rewards.push_back(end.last_reward);
+    }
+  }
   /// Updates the policy and prints the `episode` line if due. Call it when all have reported.
   job::Result end_episode();
 

@@ -93,11 +93,6 @@ void RnnData::agree(job::TrainingPlan& training) const {
   training.alike("test-data", std::to_string(test_->content_hash()));
 }
 
-data::TokenColumns RnnData::columns_of(int trainer) const {
-  const int64_t own = options_.batch_size;
-  return {*train_, own * options_.trainers, own * trainer, own};
-}
-
 WordBatch RnnData::batch(const job::Step& step) const {
   const base::TraceScope scope("data");
   return columns_of(step.shard).batch(step.number, options_.bptt);

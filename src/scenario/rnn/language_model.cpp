@@ -9,14 +9,6 @@
 
 namespace distrain::scenario {
 
-LanguageModel::LanguageModel(const RnnOptions& options, c10::Device device, Ends ends,
-                             const job::Group* group)
-    : options_(options),
-      lstm_(options.emsize, options.nhid, options.nlayers, options.dropout, options.seed, device),
-      ends_(std::move(ends)) {
-  if (group) parallel_.emplace(lstm_, *group, options.replicas());
-}
-
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step,
                                         LstmState& state) {
   const base::TraceScope scope("forward");
@@ -28,17 +20,6 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
   const at::Tensor hidden = parallel_ ? parallel_->forward(embedded, state, dropout)
                                       : lstm_->forward(embedded, state, dropout);
   return ends_.loss(dropout(hidden, options_.dropout).flatten(0, 1), batch.targets);
-}
-
-/// Computes the hidden states without dropout.
-at::Tensor LanguageModel::hidden_of(const at::Tensor& words, LstmState& state) const {
-  nn::Dropout none;
-  return lstm_->forward(ends_.embed(words), state, none);
-}
-
-void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data) const {
-  training.evaluate_epochs([&](const job::Share& share) { return evaluate(data.valid(), share); });
-  training.evaluate_at_end([&](const job::Share& share) { return evaluate(data.test(), share); });
 }
 
 job::Evaluation LanguageModel::evaluate(const data::Tokens& text, const job::Share& share) const {

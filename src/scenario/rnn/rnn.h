@@ -80,7 +80,10 @@ class RnnData {
 
  private:
   data::TokensPtr read(const std::string& path, const data::TokenIndex& index) const;
-  data::TokenColumns columns_of(int trainer) const;
+  data::TokenColumns columns_of(int trainer) const {
+    const int64_t own = options_.batch_size;
+    return {*train_, own * options_.trainers, own * trainer, own};
+  }
 
   const RnnOptions options_;
   std::optional<data::Vocabulary> vocabulary_;
@@ -99,12 +102,20 @@ class LanguageModel {
 
   /// If `group` is given, its trainers replicate the LSTM by DistributedDataParallel.
   LanguageModel(const RnnOptions& options, c10::Device device, Ends ends,
-                const job::Group* group = nullptr);
+                const job::Group* group = nullptr)
+      : options_(options),
+        lstm_(options.emsize, options.nhid, options.nlayers, options.dropout, options.seed, device),
+        ends_(std::move(ends)) {
+    if (group) parallel_.emplace(lstm_, *group, options.replicas());
+  }
 
   /// Returns the loss of a training batch, and updates the state for the next batch.
   at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
   /// Makes `training` evaluate the texts of `data`. `data` and this object must outlive `training`.
-  void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
+  void evaluate_in(job::TrainingPlan& training, const RnnData& data) const {
+    training.evaluate_epochs([&](const auto& share) { return evaluate(data.valid(), share); });
+    training.evaluate_at_end([&](const auto& share) { return evaluate(data.test(), share); });
+  }
   /// Evaluates a share of `text`, from a zero LSTM state on. The caller disables gradients.
   job::Evaluation evaluate(const data::Tokens& text, const job::Share& share) const;
   /// Prints the `text` line if --generate is given and there is a vocabulary.
@@ -120,7 +131,11 @@ class LanguageModel {
   rpc::NamedTensors lstm_parameters() const { return store::named_tensors("rnn", *lstm_); }
 
  private:
-  at::Tensor hidden_of(const at::Tensor& words, LstmState& state) const;
+  /// Computes the hidden states without dropout.
+  at::Tensor hidden_of(const at::Tensor& words, LstmState& state) const {
+    nn::Dropout none;
+    return lstm_->forward(ends_.embed(words), state, none);
+  }
 
   const RnnOptions options_;
   mutable Lstm lstm_;
