@@ -129,11 +129,6 @@ AgentCore::AgentCore(AgentOptions given)
   });
 }
 
-void AgentCore::abort(const Error& error) {
-  if (!closed_) control->abort(with_origin(error, options.rank, {}));
-  close();
-}
-
 void AgentCore::close() {
   if (loop.in_loop()) {  // disconnect() would wait for this thread
     if (!closed_) given_up_.post([this] { close(); });
@@ -246,16 +241,6 @@ std::unique_ptr<Window> AgentCore::make_window(int rank, bool is_small) {
 
 // ---- sending ----
 
-void AgentCore::open_flows(int rank) {
-  for (const bool is_small : {false, true}) {
-    send_grants(is_small, flows[is_small].budget->open(peers.process(rank)));
-  }
-}
-
-void AgentCore::fail_windows(int rank, const Error& error) {
-  for (const Flow& flow : flows) flow.windows.at(rank).fail(error);
-}
-
 void AgentCore::send_grants(bool is_small, const Budget::Grants& grants) {
   const Flow& flow = flows[is_small];
   for (const Budget::Grant& grant : grants) {
@@ -268,28 +253,6 @@ void AgentCore::send_grants(bool is_small, const Budget::Grants& grants) {
                                      flow.budget->window(), 0, incarnation_of(grant.to)));
     }
   }
-}
-
-base::Status AgentCore::send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second,
-                                     uint64_t third, uint32_t incarnation) {
-  net::OutFrame frame;
-  frame.header = {.kind = kind,
-                  .channel = static_cast<uint16_t>(incarnation),
-                  .call_id = first,
-                  .context_id = second,
-                  .autograd_id = third};
-  return send(to, std::move(frame));
-}
-
-base::Status AgentCore::send(int to, net::OutFrame frame) {
-  bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
-  return peers.send(to, std::move(frame));
-}
-
-base::Status AgentCore::send_answer(int to, net::OutFrame frame) {
-  frame.keep_alive =
-      unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
-  return send(to, std::move(frame));
 }
 
 void AgentCore::send_error(int to, uint64_t call_id, Error error) {

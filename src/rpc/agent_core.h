@@ -92,7 +92,10 @@ class AgentCore {
   }
 
   void join(const std::function<void()>& prepare);
-  void abort(const Error& error);
+  void abort(const Error& error) {
+    if (!closed_) control->abort(with_origin(error, options.rank, {}));
+    close();
+  }
   /// Ends the agent. If one of the agent's threads calls this, a later call joins the threads.
   void close();
   /// Returns true on the agent's own threads, which cannot wait for themselves to end.
@@ -124,7 +127,10 @@ class AgentCore {
     executor.enter_device();
   }
   /// Writes or queues a frame. Returns the error of a lost rank, or `peer_lost` if `to` has left.
-  base::Status send(int to, net::OutFrame frame);
+  base::Status send(int to, net::OutFrame frame) {
+    bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
+    return peers.send(to, std::move(frame));
+  }
   ChannelImpl& open_channel(uint16_t number);
 
   Agent agent{*this};
@@ -217,19 +223,64 @@ class AgentCore {
   /// Returns the number of credit windows, one per rank; 0 before the ranks are known.
   int known_windows() const { return windows_are_known_ ? flows[0].windows.size() : 0; }
   std::unique_ptr<Window> make_window(int rank, bool is_small);
-  void open_flows(int rank);
-  void fail_windows(int rank, const Error& error);
+  void open_flows(int rank) {
+    for (const bool is_small : {false, true}) {
+      send_grants(is_small, flows[is_small].budget->open(peers.process(rank)));
+    }
+  }
+  void fail_windows(int rank, const Error& error) {
+    for (const Flow& flow : flows) flow.windows.at(rank).fail(error);
+  }
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_control(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
-                            uint64_t third = 0, uint32_t incarnation = 0);
+                            uint64_t third = 0, uint32_t incarnation = 0) {
+    net::OutFrame frame;
+    frame.header = {.kind = kind,
+                    .channel = static_cast<uint16_t>(incarnation),
+                    .call_id = first,
+                    .context_id = second,
+                    .autograd_id = third};
+    return send(to, std::move(frame));
+  }
   /// Sends a reply and counts its unwritten bytes. While these are too many, calls of `to` wait.
-  base::Status send_answer(int to, net::OutFrame frame);
-  void send_cancel(uint64_t id, int to);
-  void queue_call(QueuedCall&& call);
-  void run_parked_call(int from);
+  base::Status send_answer(int to, net::OutFrame frame) {
+    frame.keep_alive =
+        unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
+    return send(to, std::move(frame));
+  }
+  void send_cancel(uint64_t id, int to) {
+    if (to == options.rank) return cancel_call(to, id);
+    // If the rank is lost, no cancel needs to be sent.
+    static_cast<void>(send_control(to, wire::FrameKind::kCancel, id));
+  }
+  void queue_call(QueuedCall&& call) {
+    call.arrived = base::Clock::now();
+    queued_calls_.push(std::move(call));
+    // Posts one task for each call. If calls were cancelled or parked, some tasks find no call.
+    pool.post([this] {
+      auto next = queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
+      if (next) execute(std::move(*next));
+    });
+  }
+  /// Unless too many replies to rank `from` are unwritten, runs a parked call and posts the next
+  /// one.
+  void run_parked_call(int from) {
+    auto [call, has_more] =
+        queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });
+    if (has_more) pool.post([this, from] { run_parked_call(from); });
+    if (call) execute(std::move(*call));
+  }
   void disconnect();
   void stop();
-  void cancel_call(int from, uint64_t id);
+  void cancel_call(int from, uint64_t id) {
+    std::optional<QueuedCall> call = queued_calls_.take(from, id);
+    if (!call) return;
+    call->is_given_up = true;
+    given_up_.post([this, call = std::move(*call)]() mutable {
+      const TorchStateGuard guard;
+      execute(std::move(call));
+    });
+  }
   /// Runs a call, or fails it if its caller has given up. Does nothing after this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
@@ -241,7 +292,12 @@ class AgentCore {
     return all;
   }
   void notify_channels(int rank, const Error& error);
-  void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {});
+  void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {}) {
+    message.await_device_tensors();
+    if (message.header.autograd_id == 0) return;
+    if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
+    hook->on_receive(context, message, function);
+  }
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);
 

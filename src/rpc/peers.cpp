@@ -15,14 +15,6 @@ constexpr auto kLongestReach = std::chrono::seconds(20);
 constexpr auto kRank0Grace = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
-void Peers::learn_on_loop(const wire::Directory& directory) {
-  for (const wire::Directory::Entry& entry : directory.ranks) {
-    ranks_.emplace(entry.name, peers_.size());
-    peers_.add(std::make_unique<Peer>(entry));
-  }
-  size_ = peers_.size();
-}
-
 // ---- sending ----
 
 base::Status Peers::send(int to, net::OutFrame frame) {
@@ -140,7 +132,16 @@ void Peers::open_on_loop(int rank, const net::StreamPtr& stream) {
   if (peer.early_bulk.valid()) {
     stream->receive_bulk_on_loop(*bulk_loop_, std::move(peer.early_bulk));
   }
-  stream->set_handler_on_loop(handler_on_loop(rank, stream));
+  stream->set_handler_on_loop(control_.watch_peer_on_loop(
+      rank, stream,
+      {[this, rank, &peer](net::InFrame frame) {
+         // Drops messages of a process that has been replaced.
+         if (&at(rank) == &peer) callbacks_.on_frame(rank, std::move(frame));
+       },
+       [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); },
+       [this, rank, &peer](const wire::FrameHeader& header) {
+         return &at(rank) == &peer ? callbacks_.allocate(rank, header) : nullptr;
+       }}));
 }
 
 // Sends the queued frames. Until the queue is empty, other threads append their frames to it.
@@ -202,20 +203,6 @@ bool Peers::start_bulk_loop_on_loop(int rank) {
     control_.report_on_loop(rank, error);
   }
   return bulk_loop_.has_value();
-}
-
-// Returns a handler that drops messages of a process that has been replaced.
-net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stream) {
-  Peer& peer = at(rank);
-  return control_.watch_peer_on_loop(
-      rank, stream,
-      {[this, rank, &peer](net::InFrame frame) {
-         if (&at(rank) == &peer) callbacks_.on_frame(rank, std::move(frame));
-       },
-       [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); },
-       [this, rank, &peer](const wire::FrameHeader& header) {
-         return &at(rank) == &peer ? callbacks_.allocate(rank, header) : nullptr;
-       }});
 }
 
 void Peers::lose_on_loop(const Loss& loss) {

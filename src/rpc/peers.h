@@ -57,16 +57,21 @@ class Peers {
     std::function<void(int rank, net::InFrame frame)> on_frame;
     /// Allocates a frame's buffer, as net::Stream::Handler::allocate does. `rank` is the sender.
     std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)> allocate;
-    std::function<void(int rank)> on_open;  ///< called when a connection is ready
-    std::function<uint64_t()>
-        shared_memory;  ///< returns the bytes for Stream::share_memory_on_loop
+    std::function<void(int rank)> on_open;    ///< called when a connection is ready
+    std::function<uint64_t()> shared_memory;  ///< the bytes for Stream::share_memory_on_loop()
   };
 
   Peers(net::Loop& loop, int rank, membership::ControlPlane& control, Callbacks callbacks)
       : loop_(loop), rank_(rank), control_(control), callbacks_(std::move(callbacks)) {}
 
   /// Sets the ranks and their addresses. Called once, before all other functions.
-  void learn_on_loop(const wire::Directory& directory);
+  void learn_on_loop(const wire::Directory& directory) {
+    for (const wire::Directory::Entry& entry : directory.ranks) {
+      ranks_.emplace(entry.name, peers_.size());
+      peers_.add(std::make_unique<Peer>(entry));
+    }
+    size_ = peers_.size();
+  }
   /// Returns the number of ranks; 0 before learn_on_loop(). Thread-safe.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).entry.name; }
@@ -163,7 +168,6 @@ class Peers {
   /// `rank`.
   bool start_bulk_loop_on_loop(int rank);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
-  net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   /// Queues later frames while rank 0 may still report the rank as lost; else the rank has left.
   void on_closed_on_loop(int rank, Peer& peer) {
     std::lock_guard lock(peer.mutex);

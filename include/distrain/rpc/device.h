@@ -42,13 +42,17 @@ class StreamPoint {
   /// Creates a point that has already been reached.
   StreamPoint() = default;
   /// Returns the point after the work in this thread's current stream; already reached for the CPU.
-  static StreamPoint mark(c10::Device device);
+  static StreamPoint mark(c10::Device device) {
+    return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
+  }
   /// Returns the point after all work in `stream`.
   static StreamPoint mark(const c10::Stream& stream);
   /// Makes later work in `stream` wait for this point.
   void make_wait(const c10::Stream& stream) const;
   /// Makes this thread's current stream of `device` wait for this point. Does nothing for the CPU.
-  void make_current_wait(c10::Device device) const;
+  void make_current_wait(c10::Device device) const {
+    if (event_ && is_accelerator(device)) make_wait(current_stream(device));
+  }
   /// Blocks this thread until the point is reached. Throws the error of failed device work, and
   /// `overloaded` if the thread pool has no other thread left.
   void wait_on_host() const;

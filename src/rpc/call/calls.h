@@ -103,8 +103,15 @@ class PendingCalls {
   bool add(uint64_t id, Call call);
   /// take() and fail() remove the call `id` if it still waits for a reply of rank `from`. fail()
   /// also fails the call.
-  std::optional<Call> take(uint64_t id, int from);
-  void fail(uint64_t id, int from, base::Error error);
+  std::optional<Call> take(uint64_t id, int from) {
+    std::lock_guard lock(mutex_);
+    const auto it = calls_.find(id);
+    if (it == calls_.end() || it->second.to != from) return std::nullopt;
+    return take_locked(it).second;
+  }
+  void fail(uint64_t id, int from, base::Error error) {
+    if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
+  }
   /// Sets the deadline of the call `id`, which has none, if the call still waits.
   void set_deadline(uint64_t id, base::TimePoint deadline);
   bool is_waiting(uint64_t id) const {
@@ -145,7 +152,14 @@ class PendingCalls {
   using Calls = std::unordered_map<uint64_t, Call>;
 
   void expire_on_loop(base::TimePoint when);
-  void arm_locked();
+  /// Sets a timer for the earliest deadline, unless an earlier timer is set. For a new call, an
+  /// older call has usually set a timer, so the loop is not woken up. Replaced timers expire
+  /// without effect.
+  void arm_locked() {
+    if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
+    armed_for_ = deadlines_.begin()->first;
+    loop_.call_at(armed_for_, [this, when = armed_for_] { expire_on_loop(when); });
+  }
   /// Removes a call from `calls_` and, if it is traced, records it.
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
   /// Removes and returns the calls to `rank`, or all calls if `rank` is -1.

@@ -81,34 +81,6 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
   send([](Encoder&) {});
 }
 
-void AgentCore::queue_call(QueuedCall&& call) {
-  call.arrived = base::Clock::now();
-  queued_calls_.push(std::move(call));
-  // Posts one task for each call. If calls were cancelled or parked, some tasks find no call.
-  pool.post([this] {
-    auto next = queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
-    if (next) execute(std::move(*next));
-  });
-}
-
-// Unless too many replies to rank `from` are unwritten, runs a parked call and posts the next one.
-void AgentCore::run_parked_call(int from) {
-  auto [call, has_more] =
-      queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });
-  if (has_more) pool.post([this, from] { run_parked_call(from); });
-  if (call) execute(std::move(*call));
-}
-
-void AgentCore::cancel_call(int from, uint64_t id) {
-  std::optional<QueuedCall> call = queued_calls_.take(from, id);
-  if (!call) return;
-  call->is_given_up = true;
-  given_up_.post([this, call = std::move(*call)]() mutable {
-    const TorchStateGuard guard;
-    execute(std::move(call));
-  });
-}
-
 void AgentCore::execute(QueuedCall&& call) {
   if (closed_) return;  // callers are notified that this rank is lost
   const int from = call.from;
@@ -195,13 +167,6 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
     if (hook) hook->on_failed(context, reply.header.autograd_id);
     throw;
   }
-}
-
-void AgentCore::receive_tensors(InMessage& message, uint64_t context, const std::string& function) {
-  message.await_device_tensors();
-  if (message.header.autograd_id == 0) return;
-  if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
-  hook->on_receive(context, message, function);
 }
 
 }  // namespace distrain::rpc

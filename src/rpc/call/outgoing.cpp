@@ -342,12 +342,6 @@ base::Status AgentCore::send_from_device(int to, DeviceSend& device_send,
   }
 }
 
-void AgentCore::send_cancel(uint64_t id, int to) {
-  if (to == options.rank) return cancel_call(to, id);
-  // If the rank is lost, no cancel needs to be sent.
-  static_cast<void>(send_control(to, wire::FrameKind::kCancel, id));
-}
-
 void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
   reply.context = call.context;
   reply.sent = call.autograd_id;

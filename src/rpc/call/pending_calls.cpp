@@ -28,14 +28,6 @@ void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
   arm_locked();
 }
 
-// Sets a timer for the earliest deadline, unless an earlier timer is set. For a new call, an older
-// call has usually set a timer, so the loop is not woken up. Replaced timers expire without effect.
-void PendingCalls::arm_locked() {
-  if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
-  armed_for_ = deadlines_.begin()->first;
-  loop_.call_at(armed_for_, [this, when = armed_for_] { expire_on_loop(when); });
-}
-
 std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterator it) {
   const uint64_t id = it->first;
   Call call = std::move(it->second);
@@ -50,13 +42,6 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
   return {id, std::move(call)};
 }
 
-std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
-  std::lock_guard lock(mutex_);
-  const auto it = calls_.find(id);
-  if (it == calls_.end() || it->second.to != from) return std::nullopt;
-  return take_locked(it).second;
-}
-
 std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int rank) {
   std::vector<std::pair<uint64_t, Call>> taken;
   std::lock_guard lock(mutex_);
@@ -65,10 +50,6 @@ std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int 
     if (rank < 0 || call->second.to == rank) taken.push_back(take_locked(call));
   }
   return taken;
-}
-
-void PendingCalls::fail(uint64_t id, int from, base::Error error) {
-  if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
 }
 
 std::vector<Wait> PendingCalls::waits() {

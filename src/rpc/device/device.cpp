@@ -36,10 +36,6 @@ c10::Stream side_stream(c10::Device device) {
   return VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-StreamPoint StreamPoint::mark(c10::Device device) {
-  return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
-}
-
 // Uses DeviceGuards, because CUDA events and event queries use the thread's current device. On a
 // thread that has set no device, they would create a context on cuda:0.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
@@ -61,10 +57,6 @@ void StreamPoint::make_wait(const c10::Stream& stream) const {
   if (!event_) return;
   const c10::DeviceGuard guard(stream.device());
   event_->block(stream);
-}
-
-void StreamPoint::make_current_wait(c10::Device device) const {
-  if (event_ && is_accelerator(device)) make_wait(current_stream(device));
 }
 
 void StreamPoint::wait_on_host() const {

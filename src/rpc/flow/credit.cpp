@@ -33,13 +33,6 @@ void Window::dequeue(const Waiter& waiter) {
   send_requests();
 }
 
-// Takes all or nothing: taking a part for a moment could make another thread wait in vain.
-bool Window::take_locked(uint64_t bytes) {
-  if (available_ < bytes) return false;
-  available_ -= bytes;
-  return true;
-}
-
 // Returns the next request to send, or nothing if neither `target` nor `returned` has changed.
 std::optional<Window::Request> Window::next_request_locked() {
   uint64_t target = last_request_.target;
@@ -73,13 +66,6 @@ void Window::send_requests() {
     lock.lock();
   }
   is_sending_ = false;
-}
-
-void Window::fail(const base::Error& error) {
-  std::lock_guard lock(mutex_);
-  if (failed_) return;
-  failed_ = error;
-  for (Waiter* waiter : waiters_) waiter->turn.notify_one();
 }
 
 // ---- Budget ----
@@ -174,14 +160,6 @@ Budget::Grants Budget::lose(int rank) {
   return_locked(peer, peer.held());
   serve_pool_locked(grants);
   return grants;
-}
-
-void Budget::renew(ProcessNumber process) {
-  std::lock_guard lock(mutex_);
-  Peer& peer = at(rank_of(process));
-  leave_order_locked(rank_of(process));
-  return_locked(peer, peer.held());
-  peer = Peer{.incarnation = incarnation_of(process), .tag = peer.tag};
 }
 
 void Budget::grant_locked(int rank, uint64_t bytes, Grants& grants) {

@@ -132,7 +132,12 @@ class Window {
     send_requests();
   }
   /// Makes all calls of take() fail with `error`, both those that wait and later ones.
-  void fail(const base::Error& error);
+  void fail(const base::Error& error) {
+    std::lock_guard lock(mutex_);
+    if (failed_) return;
+    failed_ = error;
+    for (Waiter* waiter : waiters_) waiter->turn.notify_one();
+  }
   bool has_failed() const {
     std::lock_guard lock(mutex_);
     return failed_.has_value();
@@ -162,7 +167,12 @@ class Window {
   bool try_serve_locked(const Waiter& waiter) {
     return waiters_.front() == &waiter && take_locked(waiter.bytes);
   }
-  bool take_locked(uint64_t bytes);
+  /// Takes all or nothing: taking a part for a moment could make another thread wait in vain.
+  bool take_locked(uint64_t bytes) {
+    if (available_ < bytes) return false;
+    available_ -= bytes;
+    return true;
+  }
   std::optional<Request> next_request_locked();
   void send_requests();
 
@@ -233,7 +243,13 @@ class Budget {
   /// Called when the rank is lost. Takes back the credit that it holds.
   Grants lose(int rank);
   /// Called when a new process replaces the process of a lost rank.
-  void renew(ProcessNumber process);
+  void renew(ProcessNumber process) {
+    std::lock_guard lock(mutex_);
+    Peer& peer = at(rank_of(process));
+    leave_order_locked(rank_of(process));
+    return_locked(peer, peer.held());
+    peer = Peer{.incarnation = incarnation_of(process), .tag = peer.tag};
+  }
 
  private:
   struct Peer {

@@ -109,8 +109,7 @@ void receive_groups(InMessage& message, const std::vector<wire::TensorDesc>& des
 }  // namespace
 
 bool has_device_tensors(const OutMessage& message) {
-  return std::any_of(message.tensors.begin(), message.tensors.end(),
-                     [](const at::Tensor& tensor) { return is_accelerator(tensor.device()); });
+  return std::ranges::any_of(message.tensors, is_accelerator, &at::Tensor::device);
 }
 
 std::vector<wire::TensorDesc> describe(const OutMessage& message) {

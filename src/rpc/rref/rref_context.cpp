@@ -53,19 +53,6 @@ std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
 
 // ---- RRefContext ----
 
-RRefContext::RRefContext(Agent& agent, int rank, Send send, base::Executor& executor)
-    : agent_(&agent), rank_(rank), send_(std::move(send)), executor_(executor) {}
-
-void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
-  if (to == rank_) {
-    if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
-    return;
-  }
-  // The lock lets close() wait for this send, because `send_` is invalid after close().
-  std::shared_lock lock(closing_);
-  if (!closed_) send_(to, kind, id, fork, parent);
-}
-
 void RRefContext::close() {
   {
     std::lock_guard lock(closing_);
@@ -177,10 +164,6 @@ void RRefContext::retract(const std::vector<RRefTicket>& tickets) {
   }
 }
 
-void RRefContext::receive(InMessage& message) {
-  for (const RRefTicket& ticket : message.tickets) message.rrefs.push_back(receive(ticket));
-}
-
 std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
   const int world = agent().world_size();
   const int owner = rank_of(ticket.owner);
@@ -266,14 +249,6 @@ void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) 
     drop_forks(id, [rank](uint64_t, int holder) { return holder == rank; });
   }
   fail_unset(error, [process](uint64_t id) { return maker_of(id) == process; });
-}
-
-void RRefContext::fail_unset(const base::Error& error) {
-  {
-    std::lock_guard lock(mutex_);
-    ended_ = error;
-  }
-  fail_unset(error, [](uint64_t) { return true; });
 }
 
 void RRefContext::fail_unset(const base::Error& error,

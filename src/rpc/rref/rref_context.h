@@ -70,7 +70,8 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   using Send = std::function<void(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
                                   uint64_t parent)>;
 
-  RRefContext(Agent& agent, int rank, Send send, base::Executor& executor);
+  RRefContext(Agent& agent, int rank, Send send, base::Executor& executor)
+      : agent_(&agent), rank_(rank), send_(std::move(send)), executor_(executor) {}
 
   Agent& agent() const {
     if (closed_) {
@@ -111,12 +112,20 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void retract(const std::vector<RRefTicket>& tickets);
   /// Creates an RRefHandle in `message` for each RRef that it contains. Throws `protocol` if an
   /// RRef is invalid: for example, if it names a rank that does not exist.
-  void receive(InMessage& message);
+  void receive(InMessage& message) {
+    for (const RRefTicket& ticket : message.tickets) message.rrefs.push_back(receive(ticket));
+  }
   /// Handles Fork(id, fork, parent), Accept(-, fork, -) or Delete(id, fork, -) of rank `from`.
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
   void on_peer_lost(ProcessNumber process, const base::Error& error);
   /// Fails all values that do not exist yet, because this agent ends.
-  void fail_unset(const base::Error& error);
+  void fail_unset(const base::Error& error) {
+    {
+      std::lock_guard lock(mutex_);
+      ended_ = error;
+    }
+    fail_unset(error, [](uint64_t) { return true; });
+  }
   /// Detaches this object from the ending agent. Then nothing more is sent, and agent() throws.
   void close();
   /// Returns the counts of RRefs that Agent::info() lists.
@@ -188,7 +197,15 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     if (!it->second.made) --unmade_;
     owned_.erase(it);
   }
-  void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
+  void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
+    if (to == rank_) {
+      if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
+      return;
+    }
+    // The lock lets close() wait for this send, because `send_` is invalid after close().
+    std::shared_lock lock(closing_);
+    if (!closed_) send_(to, kind, id, fork, parent);
+  }
 
   Agent* const agent_;
   const int rank_;
