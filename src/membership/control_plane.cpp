@@ -163,21 +163,6 @@ void ControlPlane::send(Link link, Message message) {
   static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
 }
 
-void ControlPlane::close(Link link, bool flush) {
-  if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
-}
-
-net::Stream::Handler ControlPlane::watched(Link link, net::Stream::Handler handler) {
-  handler.on_close = [self = shared_from_this(), link,
-                      also = std::move(handler.on_close)](const Error& error) {
-    self->streams_.erase(link);
-    if (self->protocol_) self->protocol_->closed(link, error);
-    if (also) also(error);
-    self->note_closed_on_loop();
-  };
-  return handler;
-}
-
 net::Stream::Handler ControlPlane::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                       net::Stream::Handler handler) {
   const Link link = add_on_loop(stream);

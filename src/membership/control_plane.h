@@ -58,7 +58,12 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void run(const std::function<wire::RankDevices()>& prepare);
   /// Called instead of run() by a process without a rank. Returns a free rank, which rank 0
   /// reserves until this process has joined or calls close(). Retries until the join timeout.
-  int reserve_rank();
+  int reserve_rank() {
+    begin_once();
+    began_ = base::Clock::now();
+    begin_as_member(base::deadline_after(options_.join_timeout));
+    return assigned_rank_;
+  }
   /// Returns true if rank 0 has admitted this rank. run() may still wait for other ranks.
   bool is_admitted() const { return assigned_rank_ != wire::kUnassignedRank; }
   uint16_t port() const { return port_; }
@@ -115,7 +120,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
  private:
   // Implements ControlTransport for `protocol_`:
   void send(Link link, Message message) override;
-  void close(Link link, bool flush) override;
+  void close(Link link, bool flush) override {
+    if (const auto taken = streams_.extract(link)) taken.mapped()->close(flush);
+  }
   void on_joined(int rank) override {
     assigned_rank_ = rank;
     finish_joining_on_loop(base::Unit{});
@@ -161,7 +168,14 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   }
   bool is_put_off_on_loop(const Error& error) const;
   void listen_by_unix_socket();
-  std::string meeting_name() const;
+  /// Returns the name of this host's unix socket for joining; empty if unused.
+  std::string meeting_name() const {
+    if (host_key_.empty() || !options_.rank_0_unix_name.empty()) return {};
+    return options_.meeting_name.empty()
+               ? membership::meeting_name(options_.job_id, options_.master_addr,
+                                          options_.rank == 0 ? port_ : options_.master_port)
+               : options_.meeting_name;
+  }
   base::Result<net::Fd> connect_to_rank_0(base::TimePoint connected_by) const;
   void wait_until_ready(base::TimePoint deadline,
                         const std::function<wire::RankDevices()>& prepare);
@@ -180,7 +194,11 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
     if (auto round = take_round_on_loop()) round->fail(*rounds_failed_);
   }
   std::string why_missing(std::vector<int> ranks);
-  std::string rank_0_text() const;
+  std::string rank_0_text() const {
+    if (!options_.rank_0_unix_name.empty()) return options_.rank_0_unix_name;
+    return net::endpoint_text(options_.master_addr,
+                              options_.rank == 0 ? port_ : options_.master_port);
+  }
   wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
 
   std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
@@ -195,7 +213,16 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
     protocol_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
                               wire::Bytes(frame.meta.begin(), frame.meta.end())});
   }
-  net::Stream::Handler watched(Link link, net::Stream::Handler handler);
+  net::Stream::Handler watched(Link link, net::Stream::Handler handler) {
+    handler.on_close = [self = shared_from_this(), link,
+                        also = std::move(handler.on_close)](const Error& error) {
+      self->streams_.erase(link);
+      if (self->protocol_) self->protocol_->closed(link, error);
+      if (also) also(error);
+      self->note_closed_on_loop();
+    };
+    return handler;
+  }
   net::Stream::Handler control_handler(Link link) {
     return watched(link, {[weak = weak_from_this(), link](const net::InFrame& frame) {
                             if (const auto self = weak.lock()) self->receive_on_loop(link, frame);

@@ -62,27 +62,11 @@ void ControlPlane::run(const std::function<wire::RankDevices()>& prepare) {
   wait_until_ready(may_wait ? deadline + kRank0Grace : deadline, prepare);
 }
 
-int ControlPlane::reserve_rank() {
-  begin_once();
-  began_ = base::Clock::now();
-  begin_as_member(base::deadline_after(options_.join_timeout));
-  return assigned_rank_;
-}
-
 void ControlPlane::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
   if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
   if (!options_.rank_0_unix_name.empty()) throw Exception(socket.error());  // otherwise, uses TCP
-}
-
-// Returns the name of this host's unix socket for joining; empty if unused.
-std::string ControlPlane::meeting_name() const {
-  if (host_key_.empty() || !options_.rank_0_unix_name.empty()) return {};
-  return options_.meeting_name.empty()
-             ? membership::meeting_name(options_.job_id, options_.master_addr,
-                                        options_.rank == 0 ? port_ : options_.master_port)
-             : options_.meeting_name;
 }
 
 void ControlPlane::begin_as_coordinator() {
@@ -311,12 +295,6 @@ std::string ControlPlane::why_missing(std::vector<int> ranks) {
   return why + (why.empty() ? "" : "; ") + (is_one ? "rank " : "ranks ") + list_ranks(ranks) +
          (is_one ? " has not connected: see its" : " have not connected: see their") + " output" +
          hint_;
-}
-
-std::string ControlPlane::rank_0_text() const {
-  if (!options_.rank_0_unix_name.empty()) return options_.rank_0_unix_name;
-  return net::endpoint_text(options_.master_addr,
-                            options_.rank == 0 ? port_ : options_.master_port);
 }
 
 ControlSettings ControlPlane::settings() const {

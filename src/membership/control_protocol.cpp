@@ -12,10 +12,6 @@ base::Duration beat_interval(base::Duration peer_timeout) {
 
 }  // namespace
 
-Error rendezvous_error(std::string message, int rank) {
-  return Error{ErrorKind::kRendezvous, std::move(message), rank, "join"};
-}
-
 ControlProtocol::ControlProtocol(ControlSettings settings, ControlTransport& transport,
                                  base::TimePoint now)
     : settings_(std::move(settings)),
@@ -72,15 +68,6 @@ bool ControlProtocol::begin_running(std::vector<wire::RankDevices> devices) {
 }
 
 // ---- connections for calls ----
-
-void ControlProtocol::open(int rank, Link link, base::TimePoint now, bool is_local) {
-  if (state_ == State::kOver) {  // opened while this rank sent its last messages
-    transport_.send(link, last_message_);
-    transport_.close(link, true);
-    return;
-  }
-  connections_[link] = {rank, false, now, is_local};
-}
 
 // Accepts connections even before kGo, because the coordinator sends kGo to one rank after the
 // other, so the connecting rank may have received kGo earlier.
@@ -212,22 +199,6 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   return wake_at_;
 }
 
-Error ControlProtocol::loss(int rank, const Error& error) const {
-  Error loss = error;
-  if (loss.kind == ErrorKind::kPeerLost) {
-    loss.message = text_of(rank) + " is lost: " + error.message;
-  }
-  loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
-  return loss;
-}
-
-std::string ControlProtocol::text_of(int rank) const {
-  const auto at = static_cast<size_t>(rank);
-  if (at < directory_.ranks.size()) return rank_text(rank, directory_.ranks[at].name);
-  return at < settings_.names.size() ? rank_text(rank, settings_.names[at])
-                                     : "rank " + std::to_string(rank);
-}
-
 // ---- a member ----
 
 Member::Member(ControlSettings settings, ControlTransport& transport, Link coordinator,
@@ -304,14 +275,6 @@ void Member::declare_lost(int rank, const Error& error) {
   for (int other = 1; other < static_cast<int>(presence_.size()); ++other) {
     if (other != settings_.rank) mark_lost(other, error, false);
   }
-}
-
-// Reports a loss to the coordinator, which answers by reporting it to all ranks.
-void Member::suspect(int rank, const Error& error) {
-  if (!is_here(rank) || !is_here(0) || !reported_lost_.insert(rank).second) return;
-  const uint32_t incarnation = entry(rank).incarnation;
-  transport_.send(coordinator_, {FrameKind::kLost, static_cast<uint64_t>(rank), incarnation,
-                                 wire::encode(error)});
 }
 
 }  // namespace distrain::membership

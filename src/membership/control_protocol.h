@@ -115,7 +115,9 @@ struct ControlSettings : Options {
   std::string secret;       ///< on rank 0: the directory's secret of Note [Identity]
 };
 
-Error rendezvous_error(std::string message, int rank = -1);
+inline Error rendezvous_error(std::string message, int rank = -1) {
+  return {ErrorKind::kRendezvous, std::move(message), rank, "join"};
+}
 
 /// A rank's state machine of the control plane: see Note [Control plane]. Not thread-safe.
 class ControlProtocol {
@@ -137,7 +139,14 @@ class ControlProtocol {
   }
   /// Called when a call connection to `rank` is open, which is monitored if not `is_local`, within
   /// this host. The rank must not be lost: see is_here().
-  void open(int rank, Link link, base::TimePoint now, bool is_local = false);
+  void open(int rank, Link link, base::TimePoint now, bool is_local = false) {
+    if (state_ == State::kOver) {  // opened while this rank sent its last messages
+      transport_.send(link, last_message_);
+      transport_.close(link, true);
+      return;
+    }
+    connections_[link] = {rank, false, now, is_local};
+  }
   /// Returns true if this rank is running, and `rank` has neither left the job nor been lost.
   bool is_here(int rank) const {
     return state_ == State::kRunning && presence(rank) == Presence::kHere;
@@ -210,7 +219,14 @@ class ControlProtocol {
   void disconnect(int rank, const Error& why);
   /// Records that a new process has replaced a lost rank, and calls on_returned().
   void replace_lost(int rank, uint32_t incarnation, const wire::Returned& returned);
-  Error loss(int rank, const Error& error) const;
+  Error loss(int rank, const Error& error) const {
+    Error loss = error;
+    if (loss.kind == ErrorKind::kPeerLost) {
+      loss.message = text_of(rank) + " is lost: " + error.message;
+    }
+    loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
+    return loss;
+  }
   /// Returns the error that `rank` sent. If the error claims that this rank is lost, adds `rank` to
   /// its message, because a rank that was stopped for a while may claim this wrongly.
   Error reason_of(int rank, const Message& message) const {
@@ -221,7 +237,12 @@ class ControlProtocol {
     return error;
   }
   /// Returns "rank 3 (trainer 2)", or "rank 3" while the name is unknown.
-  std::string text_of(int rank) const;
+  std::string text_of(int rank) const {
+    const auto at = static_cast<size_t>(rank);
+    if (at < directory_.ranks.size()) return rank_text(rank, directory_.ranks[at].name);
+    return at < settings_.names.size() ? rank_text(rank, settings_.names[at])
+                                       : "rank " + std::to_string(rank);
+  }
 
   Presence presence(int rank) const { return presence_[static_cast<size_t>(rank)]; }
 
@@ -274,7 +295,13 @@ class Coordinator final : public ControlProtocol {
   void enter_round(uint64_t round, uint64_t number) override {
     if (state_ == State::kRunning) note_entered(0, round, number);
   }
-  std::vector<int> missing() const override;
+  std::vector<int> missing() const override {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
+      if (is_missing(rank)) ranks.push_back(rank);
+    }
+    return ranks;
+  }
   bool is_suspected(int) const override { return false; }
   /// For tests: returns how often the coordinator has checked whether a rank is free or missing.
   uint64_t looks() const { return looks_; }
@@ -306,8 +333,18 @@ class Coordinator final : public ControlProtocol {
   void declare_lost(int rank, const Error& error) override;
   void suspect(int rank, const Error& error) override { declare_lost(rank, error); }
   std::optional<Error> check_join(int rank, const wire::Join& join) const;
-  bool is_missing(int rank) const;
-  bool is_free(int rank) const;
+  bool is_missing(int rank) const {
+    ++looks_;
+    if (state_ == State::kMeeting) return rank != 0 && !joined_.contains(rank);
+    if (state_ == State::kPreparing) return !devices_.contains(rank);
+    return (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
+  }
+  bool is_free(int rank) const {
+    if (state_ == State::kMeeting) return !joined_.contains(rank);
+    return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
+           tolerance_.ranks.contains(rank) && presence(rank) == Presence::kLost &&
+           !newcomers_.contains(rank) && entry(rank).incarnation + 1 < kMaxIncarnations;
+  }
   void broadcast(const Message& message, int except = -1) {
     for (const auto& [rank, joined] : joined_) {
       if (rank != except && connections_.contains(joined.link))
@@ -345,7 +382,12 @@ class Coordinator final : public ControlProtocol {
     // Keeps the rank's entry in joined_, which has no effect until a new process replaces it.
   }
 
-  void note_entered(int rank, uint64_t round, uint64_t number);
+  void note_entered(int rank, uint64_t round, uint64_t number) {
+    if (round != round_ || !in_round_.emplace(rank, number).second) {
+      wire::Reader::fail("a round of the end that is not under way");
+    }
+    end_round_if_complete();
+  }
   void end_round_if_complete();
 
   std::map<int, Joined> joined_;
@@ -383,7 +425,13 @@ class Member final : public ControlProtocol {
   void on_control(int rank, const Message& message) override;
   void on_control_lost(int, const Error& error) override { abort(error); }
   void declare_lost(int rank, const Error& error) override;
-  void suspect(int rank, const Error& error) override;
+  /// Reports a loss to the coordinator, which answers by reporting it to all ranks.
+  void suspect(int rank, const Error& error) override {
+    if (!is_here(rank) || !is_here(0) || !reported_lost_.insert(rank).second) return;
+    const uint32_t incarnation = entry(rank).incarnation;
+    transport_.send(coordinator_, {FrameKind::kLost, static_cast<uint64_t>(rank), incarnation,
+                                   wire::encode(error)});
+  }
 
   const Link coordinator_;
   bool has_joined_ = false;

@@ -106,13 +106,6 @@ void Coordinator::note_prepared(int rank, wire::RankDevices devices) {
 
 // ---- a rank that joins later ----
 
-bool Coordinator::is_free(int rank) const {
-  if (state_ == State::kMeeting) return !joined_.contains(rank);
-  return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
-         tolerance_.ranks.contains(rank) && presence(rank) == Presence::kLost &&
-         !newcomers_.contains(rank) && entry(rank).incarnation + 1 < kMaxIncarnations;
-}
-
 // Sends a new process a directory that already contains it. The coordinator's own directory changes
 // later, when that process reports that it is prepared.
 void Coordinator::send_directory(int rank) {
@@ -146,21 +139,6 @@ void Coordinator::announce(int rank, wire::RankDevices devices) {
   replace_lost(rank, incarnation, returned);
   broadcast(word, rank);
   if (newcomer.unconfirmed.empty()) start_newcomer(rank);
-}
-
-bool Coordinator::is_missing(int rank) const {
-  ++looks_;
-  if (state_ == State::kMeeting) return rank != 0 && !joined_.contains(rank);
-  if (state_ == State::kPreparing) return !devices_.contains(rank);
-  return (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
-}
-
-std::vector<int> Coordinator::missing() const {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
-    if (is_missing(rank)) ranks.push_back(rank);
-  }
-  return ranks;
 }
 
 // ---- messages of members ----
@@ -241,13 +219,6 @@ bool Coordinator::tolerates(int rank, Error& error) const {
 }
 
 // ---- the end ----
-
-void Coordinator::note_entered(int rank, uint64_t round, uint64_t number) {
-  if (round != round_ || !in_round_.emplace(rank, number).second) {
-    wire::Reader::fail("a round of the end that is not under way");
-  }
-  end_round_if_complete();
-}
 
 // Ends the shutdown round if all ranks have entered it, except lost ranks without a new process.
 // The check stops at the first missing rank and resumes there, so each rank is checked at most

@@ -42,15 +42,6 @@ Acceptor::Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks call
       callbacks_(std::move(callbacks)),
       max_unproved_(max_unproved()) {}
 
-void Acceptor::listen(net::Fd socket) {
-  std::lock_guard lock(mutex_);
-  if (is_closed_) return;
-  listeners_.push_back(std::make_shared<net::Listener>(
-      loop_, std::move(socket), [weak = weak_from_this()](net::Fd fd) {
-        if (const auto self = weak.lock()) self->on_connection_on_loop(std::move(fd));
-      }));
-}
-
 void Acceptor::close() {
   {
     std::lock_guard lock(mutex_);
@@ -215,14 +206,6 @@ void Acceptor::reject_on_loop(const net::StreamPtr& stream, Error why) {
   if (why.op.empty()) why.op = "join";
   send_frame(stream, wire::FrameKind::kReject, wire::encode(why));
   stream->close();
-}
-
-// Rejects a connection. The connection stays in `handshakes_`, so it counts toward the limit of
-// unproved connections until it is closed.
-void Acceptor::refuse_on_loop(IncomingHandshake& handshake, const Error& why) {
-  if (why.kind == ErrorKind::kAuth) report_on_loop(handshake, why);
-  handshake.stage = Stage::kRefused;
-  reject_on_loop(handshake.stream, refusal_without_reason());
 }
 
 void Acceptor::report_on_loop(const IncomingHandshake& handshake, Error why) {

@@ -79,7 +79,14 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   };
   Acceptor(net::Loop& loop, base::Duration proof_timeout, Callbacks callbacks);
 
-  void listen(net::Fd socket);
+  void listen(net::Fd socket) {
+    std::lock_guard lock(mutex_);
+    if (is_closed_) return;
+    listeners_.push_back(std::make_shared<net::Listener>(
+        loop_, std::move(socket), [weak = weak_from_this()](net::Fd fd) {
+          if (const auto self = weak.lock()) self->on_connection_on_loop(std::move(fd));
+        }));
+  }
   /// Stops listening and closes connections that have not been admitted.
   void close();
 
@@ -118,7 +125,13 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void admit_on_loop(const net::StreamPtr& stream, AuthenticatedPeer peer);
 
   void reject_on_loop(const net::StreamPtr& stream, Error why);
-  void refuse_on_loop(IncomingHandshake& handshake, const Error& why);
+  /// Rejects a connection. The connection stays in `handshakes_`, so it counts toward the limit of
+  /// unproved connections until it is closed.
+  void refuse_on_loop(IncomingHandshake& handshake, const Error& why) {
+    if (why.kind == ErrorKind::kAuth) report_on_loop(handshake, why);
+    handshake.stage = Stage::kRefused;
+    reject_on_loop(handshake.stream, refusal_without_reason());
+  }
   void report_on_loop(const IncomingHandshake& handshake, Error why);
 
   net::Loop& loop_;

@@ -102,7 +102,9 @@ std::string claimed_generation(const Identity& self, const wire::Hello& other) {
 
 void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& second,
                  std::span<const uint8_t> proof) {
-  if (is_equal(authenticate(key, {first, second}), wire::decode_proof(proof))) return;
+  const wire::Proof expected = authenticate(key, {first, second});
+  const wire::Proof given = wire::decode_proof(proof);
+  if (CRYPTO_memcmp(expected.data(), given.data(), given.size()) == 0) return;  // in constant time
   throw Exception(ErrorKind::kAuth, "a proof that does not fit");
 }
 
@@ -155,10 +157,6 @@ wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const u
   return proof;
 }
 
-bool is_equal(const wire::Proof& a, const wire::Proof& b) {
-  return CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
-}
-
 wire::JobId job_id_of(std::string_view name) {
   const auto inside = enter();
   std::array<uint8_t, EVP_MAX_MD_SIZE> digest{};
@@ -176,24 +174,8 @@ Side::Side(const Credentials& credentials, wire::HelloPurpose purpose, const cha
       other_key_(key_of(other, purpose, credentials.secret)),
       own_(new_hello(credentials.self, purpose)) {}
 
-Initiator::Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
-    : Side(credentials, purpose, "initiator", "responder"), purpose_(purpose) {}
-
-wire::Proof Initiator::answer(std::span<const uint8_t> hello) {
-  other_ = wire::decode_hello(hello);
-  if (other_.purpose != purpose_) throw Exception(ErrorKind::kAuth, "a hello of another purpose");
-  theirs_.assign(hello.begin(), hello.end());
-  return authenticate(own_key_, {own_, theirs_});
-}
-
 void Initiator::check(std::span<const uint8_t> proof) const {
   check_proof(other_key_, own_, theirs_, proof);
-}
-
-Responder::Responder(const Credentials& credentials, const wire::Hello& hello)
-    : Side(credentials, hello.purpose, "responder", "initiator") {
-  other_ = hello;
-  theirs_ = wire::encode(hello);
 }
 
 wire::Proof Responder::check(std::span<const uint8_t> proof) const {

@@ -26,8 +26,6 @@ std::string hex(std::string_view bytes);
 Key derive_key(std::string_view secret, std::string_view use);
 /// Returns the HMAC-SHA256 of the concatenated `parts`.
 wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts);
-/// Compares two proofs in constant time.
-bool is_equal(const wire::Proof& a, const wire::Proof& b);
 /// Returns the job id for a job's name: the first bytes of the name's SHA-256 hash.
 wire::JobId job_id_of(std::string_view name);
 
@@ -97,10 +95,16 @@ class Side {
 /// The side that opened the connection.
 class Initiator : public Side {
  public:
-  Initiator(const Credentials& credentials, wire::HelloPurpose purpose);
+  Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
+      : Side(credentials, purpose, "initiator", "responder"), purpose_(purpose) {}
   /// Takes the responder's hello and returns the proof to send. Throws `protocol` if the bytes are
   /// no valid hello, `auth` if the hello is for another purpose.
-  wire::Proof answer(std::span<const uint8_t> hello);
+  wire::Proof answer(std::span<const uint8_t> hello) {
+    other_ = wire::decode_hello(hello);
+    if (other_.purpose != purpose_) throw Exception(ErrorKind::kAuth, "a hello of another purpose");
+    theirs_.assign(hello.begin(), hello.end());
+    return authenticate(own_key_, {own_, theirs_});
+  }
   /// Checks the responder's proof. Throws `auth` if the responder does not know the secret.
   void check(std::span<const uint8_t> proof) const;
 
@@ -112,7 +116,11 @@ class Initiator : public Side {
 class Responder : public Side {
  public:
   /// `hello` is from the initiator. `credentials` are this rank's, for the purpose of `hello`.
-  Responder(const Credentials& credentials, const wire::Hello& hello);
+  Responder(const Credentials& credentials, const wire::Hello& hello)
+      : Side(credentials, hello.purpose, "responder", "initiator") {
+    other_ = hello;
+    theirs_ = wire::encode(hello);
+  }
   /// Returns the proof to send. Throws `auth` if `proof`, the initiator's, is wrong.
   wire::Proof check(std::span<const uint8_t> proof) const;
 };
