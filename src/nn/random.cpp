@@ -18,8 +18,6 @@ at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
   return rpc::to_device(drawn, device);
 }
 
-Dropout::Dropout(std::initializer_list<uint64_t> key) : generator_(keyed_generator(key)) {}
-
 at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p) {
   if (!generator_.defined() || p == 0) return x;
   // Draw on the CPU, so that the numbers do not depend on the device.
@@ -27,12 +25,6 @@ at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, doub
   mask.bernoulli_(1 - p, generator_);
   if (p < 1) mask.div_(1 - p);  // if p is 1, all of `mask` is 0
   return x * rpc::to_device(mask, x.device());
-}
-
-at::Tensor Dropout::operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }
-
-at::Tensor Dropout::channels(const at::Tensor& x, double p) {
-  return masked(x, {x.size(0), x.size(1), 1, 1}, p);
 }
 
 }  // namespace distrain::nn

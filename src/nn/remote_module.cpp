@@ -199,18 +199,6 @@ NamedParameters RemoteModule<ByName>::named_parameters() const {
   return module_.rpc_sync<&SharedModule::named_parameters>();
 }
 
-std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() const {
-  std::vector<rpc::RRef<at::Tensor>> references;
-  for (const auto& [name, reference] : named_parameters()) references.push_back(reference);
-  return references;
-}
-
-std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
-  std::vector<std::string> names;
-  for (const auto& [name, reference] : named_parameters()) names.push_back(name);
-  return names;
-}
-
 rpc::NamedTensors RemoteModule<ByName>::state() const {
   return without_deadline<&SharedModule::state>(module_);
 }

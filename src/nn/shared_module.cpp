@@ -417,19 +417,6 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardOptions options,
   return rpc::for_rank(agent_, call.caller.rank, result);
 }
 
-NamedParameters SharedModule::named_parameters(rpc::CallContext& call) {
-  NamedParameters named;
-  for (const auto& [its_name, parameter] : parameters_) {
-    if (parameter.requires_grad()) named.emplace_back(its_name, call.agent.make_rref(parameter));
-  }
-  return named;
-}
-
-rpc::RRef<rpc::NamedTensors> SharedModule::snapshot(rpc::CallContext& call,
-                                                    const std::string& prefix) {
-  return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));
-}
-
 rpc::NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
   const at::NoGradGuard no_grad;
   std::vector<std::string> names;

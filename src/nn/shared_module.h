@@ -32,9 +32,17 @@ class SharedModule final : public autograd::VersionKeeper {
   // Exposed functions, called by RemoteModule.
   at::Tensor forward(rpc::CallContext& call, ForwardOptions options,
                      std::vector<at::Tensor> inputs);
-  NamedParameters named_parameters(rpc::CallContext& call);
+  NamedParameters named_parameters(rpc::CallContext& call) {
+    NamedParameters named;
+    for (const auto& [its_name, parameter] : parameters_) {
+      if (parameter.requires_grad()) named.emplace_back(its_name, call.agent.make_rref(parameter));
+    }
+    return named;
+  }
   rpc::NamedTensors state() { return state_of("", Keep::kCopies); }
-  rpc::RRef<rpc::NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix);
+  rpc::RRef<rpc::NamedTensors> snapshot(rpc::CallContext& call, const std::string& prefix) {
+    return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));
+  }
   void load_state(rpc::NamedTensors state);
 
   void release_versions() override;

@@ -2,16 +2,6 @@
 
 namespace distrain::nn {
 
-StageOrder::Admission::~Admission() {
-  fail({base::ErrorKind::kCancelled, "a step of this stage was abandoned"});
-}
-
-void StageOrder::Admission::done() { std::exchange(order_, nullptr)->finish(); }
-
-void StageOrder::Admission::fail(const base::Error& error) {
-  if (const auto order = std::exchange(order_, nullptr)) order->fail(error);
-}
-
 base::Future<StageOrder::AdmissionPtr> StageOrder::admit(PipelineStep::Kind kind,
                                                          int64_t micro_batch) {
   const Key key(kind, micro_batch);

@@ -22,11 +22,14 @@ class StageOrder : public std::enable_shared_from_this<StageOrder> {
   class Admission {
    public:
     explicit Admission(std::shared_ptr<StageOrder> order) : order_(std::move(order)) {}
-    ~Admission();
+    ~Admission() { fail({base::ErrorKind::kCancelled, "a step of this stage was abandoned"}); }
     Admission(const Admission&) = delete;
     Admission& operator=(const Admission&) = delete;
-    void done();  ///< admits the next step
-    void fail(const base::Error& error);
+    /// Admits the next step.
+    void done() { std::exchange(order_, nullptr)->finish(); }
+    void fail(const base::Error& error) {
+      if (const auto order = std::exchange(order_, nullptr)) order->fail(error);
+    }
 
    private:
     std::shared_ptr<StageOrder> order_;  // null after done() or fail()

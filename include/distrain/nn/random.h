@@ -19,12 +19,14 @@ class Dropout {
  public:
   /// Creates a dropout that returns its input unchanged, for evaluation.
   Dropout() = default;
-  explicit Dropout(std::initializer_list<uint64_t> key);
+  explicit Dropout(std::initializer_list<uint64_t> key) : generator_(keyed_generator(key)) {}
 
   /// Zeroes each element with probability `p`, else divides it by 1 - p, as torch's dropout().
-  at::Tensor operator()(const at::Tensor& x, double p);
+  at::Tensor operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }
   /// Zeroes whole channels of `x`, which is [n, channels, height, width], as torch's dropout2d().
-  at::Tensor channels(const at::Tensor& x, double p);
+  at::Tensor channels(const at::Tensor& x, double p) {
+    return masked(x, {x.size(0), x.size(1), 1, 1}, p);
+  }
 
  private:
   at::Tensor masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p);

@@ -277,9 +277,17 @@ class RemoteModule<ByName> {
   void seed(uint64_t key) { random_ = RandomSeries(key); }
 
   /// Returns references to the parameters that require a gradient, each once, in torch's order.
-  std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
+  std::vector<rpc::RRef<at::Tensor>> remote_parameters() const {
+    std::vector<rpc::RRef<at::Tensor>> references;
+    for (const auto& [name, reference] : named_parameters()) references.push_back(reference);
+    return references;
+  }
   /// Returns the parameters' names, in the order of remote_parameters().
-  std::vector<std::string> parameter_names() const;
+  std::vector<std::string> parameter_names() const {
+    std::vector<std::string> names;
+    for (const auto& [name, reference] : named_parameters()) names.push_back(name);
+    return names;
+  }
   NamedParameters named_parameters() const;
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
