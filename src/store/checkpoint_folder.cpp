@@ -82,16 +82,6 @@ std::string name_of(std::string_view prefix, int64_t step) {
 
 bool is_checkpoint(std::string_view name) { return step_of(kWhole, name).has_value(); }
 
-std::string Saves::name(int64_t step) const {
-  return name_of(whole.contains(step) ? kWhole : kReplaced, step);
-}
-
-std::set<int64_t> Saves::steps() const {
-  std::set<int64_t> all = whole;
-  all.insert(replaced.begin(), replaced.end());
-  return all;
-}
-
 std::optional<Saves> find_saves(const OpenFolder& folder) {
   const auto names = folder.names();
   if (!names) return std::nullopt;

@@ -47,9 +47,15 @@ struct Saves {
   std::optional<std::string> link;  ///< name of a symbolic link in place of a checkpoint
 
   /// Returns the folder name of the checkpoint of `step`.
-  std::string name(int64_t step) const;
+  std::string name(int64_t step) const {
+    return name_of(whole.contains(step) ? kWhole : kReplaced, step);
+  }
   /// Returns the steps of the checkpoints that can be loaded.
-  std::set<int64_t> steps() const;
+  std::set<int64_t> steps() const {
+    std::set<int64_t> all = whole;
+    all.insert(replaced.begin(), replaced.end());
+    return all;
+  }
 };
 
 /// Finds the saves in `folder`. Returns nullopt and sets errno if the folder cannot be read.

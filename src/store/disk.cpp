@@ -32,6 +32,10 @@ void Disk::fail(const char* what, const std::string& path) {
                         std::string(what) + " " + path + ": " + std::strerror(errno));
 }
 
+void Disk::sync(const net::Fd& fd, const std::string& path) const {
+  if (call("fsync", [&] { return ::fsync(fd.get()); }) != 0) fail("cannot write", path);
+}
+
 OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path,
                        bool exists)
     : disk_(disk), path_(std::move(path)), fd_(disk.call("openat", [&] {
@@ -49,12 +53,6 @@ void OutputFile::write_at(uint64_t offset, std::span<const uint8_t> bytes) const
     if (written < 0) Disk::fail("cannot write", path_);
     bytes = bytes.subspan(static_cast<size_t>(written));
     offset += static_cast<uint64_t>(written);
-  }
-}
-
-void OutputFile::sync() const {
-  if (disk_.call("fsync", [&] { return ::fsync(fd_.get()); }) != 0) {
-    Disk::fail("cannot write", path_);
   }
 }
 
@@ -102,10 +100,6 @@ std::optional<OpenFolder> OpenFolder::open(const std::string& name) const {
   return OpenFolder(*disk_, std::move(fd), path_of(name));
 }
 
-std::string OpenFolder::path_of(const std::string& name) const {
-  return path_ + (path_.ends_with('/') ? "" : "/") + name;
-}
-
 OpenFolder::Kind OpenFolder::kind_of(const std::string& name) const {
   struct stat info {};
   if (::fstatat(fd_.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) return Kind::kNothing;
@@ -150,12 +144,6 @@ bool OpenFolder::rename(const std::string& from, const std::string& to) const {
   if (result == 0) return true;
   if (errno != ENOENT) Disk::fail("cannot rename to", path_of(to));
   return false;
-}
-
-void OpenFolder::sync() const {
-  if (disk_->call("fsync", [&] { return ::fsync(fd_.get()); }) != 0) {
-    Disk::fail("cannot write", path_);
-  }
 }
 
 void OpenFolder::remove_folder(const std::string& name) const {

@@ -145,11 +145,6 @@ GzipReader::~GzipReader() {
   if (gzip_) inflateEnd(stream_.get());
 }
 
-void GzipReader::limit(ReadLimit limit) {
-  limit_ = std::move(limit);
-  left_ = limit_.bytes;
-}
-
 size_t GzipReader::read(void* out, size_t bytes) {
   const size_t allowed = std::min<uint64_t>(bytes, left_);
   const size_t done = read_all_of(*this, out, allowed);

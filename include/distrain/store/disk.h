@@ -34,6 +34,8 @@ class Disk {
     }
   }
 
+  /// Syncs the file or folder `fd` to disk.
+  void sync(const net::Fd& fd, const std::string& path) const;
   [[noreturn]] static void fail(const char* what, const std::string& path);
 
  private:
@@ -62,7 +64,7 @@ class OutputFile {
   }
   /// Writes `bytes` at `offset`. Threads may write different ranges at the same time.
   void write_at(uint64_t offset, std::span<const uint8_t> bytes) const;
-  void sync() const;
+  void sync() const { disk_.sync(fd_, path_); }
   /// Syncs the file to disk and closes it.
   void finish() {
     sync();
@@ -93,7 +95,9 @@ class OpenFolder {
 
   int fd() const { return fd_.get(); }
   const std::string& path() const { return path_; }
-  std::string path_of(const std::string& name) const;
+  std::string path_of(const std::string& name) const {
+    return path_ + (path_.ends_with('/') ? "" : "/") + name;
+  }
 
   enum class Kind { kNothing, kFolder, kLink, kOther };
   Kind kind_of(const std::string& name) const;
@@ -114,7 +118,7 @@ class OpenFolder {
   /// Renames a file or folder. Returns false if `from` does not exist.
   bool rename(const std::string& from, const std::string& to) const;
   /// Syncs the folder, so that earlier creations, renames and removals in it survive a crash.
-  void sync() const;
+  void sync() const { disk_->sync(fd_, path_); }
   /// Removes a folder and its files as far as possible, and ignores errors. If `name` or a file in
   /// the folder is a symbolic link, removes only the link.
   void remove_folder(const std::string& name) const;

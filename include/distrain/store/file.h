@@ -114,7 +114,10 @@ class GzipReader {
 
   bool gzip() const { return gzip_; }
   /// Replaces the limit. The new limit counts only the bytes read after this call.
-  void limit(ReadLimit limit);
+  void limit(ReadLimit limit) {
+    limit_ = std::move(limit);
+    left_ = limit_.bytes;
+  }
   /// Reads `bytes` bytes, or fewer if the file ends before, and returns their number. All checksums
   /// are verified when the end is reached. Throws `bad_data` if the file is damaged, or if the
   /// caller asks for more bytes than ReadLimit::bytes allows and the file has more.
