@@ -23,8 +23,4 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   return known;
 }
 
-bool Preflight::starts(const std::string& role) const {
-  return local || std::ranges::any_of(ranks, [&](int rank) { return roles.named(role).has(rank); });
-}
-
 }  // namespace distrain::job

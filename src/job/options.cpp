@@ -114,21 +114,6 @@ Json json_value(const Option& option, const std::string& canonical) {
   return canonical;
 }
 
-bool ParsedOptions::given(std::string_view name) const {
-  const auto it = values_.find(std::string(name));
-  if (it == values_.end()) return false;
-  const Option* const option = find_option(*table_, name);
-  return !option || option->kind != ValueKind::kFlag || it->second != option->initial;
-}
-
-std::string ParsedOptions::text(std::string_view name) const {
-  for (const OptionMap* values : {&values_, &derived_}) {
-    if (const auto it = values->find(std::string(name)); it != values->end()) return it->second;
-  }
-  const Option* option = find_option(*table_, name);
-  return option ? option->initial : std::string();
-}
-
 ParsedOptions ParsedOptions::adopting(const OptionMap& of_rank_0) const {
   ParsedOptions adopted = *this;
   for (const Option& option : *table_) {
@@ -164,21 +149,6 @@ void RuleOptions::name_rules(OptionTable& table) {
     if (decay.starts_with("0.01 for adamw") && !offers("adamw")) decay = "0";
     if (option.help.starts_with("set momentum for sgd")) option.help = "set momentum" + rules;
   }
-}
-
-ddp::ReducerOptions TrainerOptions::replicas() const {
-  if (gradient_dtype == "float32") return {};
-  return {.hook = ddp::compress_hook(gradient_dtype == "float16" ? at::kHalf : at::kBFloat16)};
-}
-
-optim::Sharing TrainerOptions::sharing(int participant) const {
-  using Mode = optim::Sharing::Mode;
-  return {.mode = mode == "sync"  ? Mode::kSync
-                  : mode == "ssp" ? Mode::kSsp
-                                  : Mode::kAsync,
-          .participants = trainers,
-          .participant = participant,
-          .staleness = staleness};
 }
 
 }  // namespace distrain::job

@@ -70,16 +70,6 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit
   return plan;
 }
 
-TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,
-                           TrainingHost* host)
-    : plan_(std::move(plan)),
-      own_(std::move(own)),
-      host_(host),
-      lr_schedule_(optim::LearningRateSchedule::parse(plan_.lr_schedule)),
-      process_(process),
-      agent_(agent),
-      lines_(process.sink(), "step", plan_.log_interval) {}
-
 void TrainingPlan::keep(SingleProcessOptimizer& optimizer) {
   begin_step_.emplace_back(
       [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
@@ -101,17 +91,6 @@ void TrainingPlan::keep(const std::string& name, const table::ShardedEmbedding& 
   for (const std::string& table : tables.table_names()) plan_.tables.push_back(table);
   plan_.table_servers = tables.servers();
   plan_.local_tables = tables.local_server();
-}
-
-void TrainingPlan::warn_of_one_label(const std::string& path, const std::string& label) {
-  if (own_.front() != 0) return;
-  process_.sink().warn(base::ErrorKind::kBadData, path + ": all examples have the label " + label +
-                                                      ": nothing can be learned");
-}
-
-void TrainingPlan::note_max(const std::string& name, int64_t value) {
-  const auto it = maxima_.try_emplace(name, value).first;
-  it->second = std::max(it->second, value);
 }
 
 template <auto method, class... Args>
@@ -210,16 +189,6 @@ void TrainingPlan::go_to(int trainer, const ShardStart& start, const std::string
     if (source->ready() == 0) base::bad_data("the data has changed: a shard has ended early");
     source->next();
   }
-}
-
-data::Source* TrainingPlan::source_of(int trainer) const {
-  const auto found = sources_.find(trainer);
-  return found == sources_.end() ? nullptr : found->second.get();
-}
-
-double TrainingPlan::mean_factor(const Task& task) const {
-  if (!plan_.average_over_data || task.with_data == 0) return 1;
-  return static_cast<double>(plan_.trainers) / task.with_data;
 }
 
 void TrainingPlan::make(const Step& what, int64_t with_data, const std::function<Result()>& step) {
@@ -382,12 +351,6 @@ void TrainingPlan::end(const Task& task) {
   if (plan_.unit == Unit::kWords && own_.front() == 0 && train_s_ > 0) {
     fields["words_per_s"] = static_cast<double>(samples_ * processes()) / train_s_;
   }
-}
-
-Training::Training(Rank& rank, Plan plan)
-    : TrainingPlan(std::move(plan), rank, {rank.index()}, &rank.agent(), nullptr), rank_(rank) {
-  plan_.trainers = rank.count();
-  plan_.first_rank = rank.number() - rank.index();
 }
 
 void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {

@@ -26,9 +26,15 @@ struct PartName {
       std::tuple(&PartName::name, &PartName::file, &PartName::each_own, &PartName::tensors);
 
   /// Returns true if the stored `tensor` belongs to this part and, if `each_own`, to `trainer`.
-  bool has(const std::string& tensor, int trainer) const;
+  bool has(const std::string& tensor, int trainer) const {
+    if (!name.empty() && !tensor.starts_with(name + ".")) return false;
+    if (!tensors.empty() && std::ranges::find(tensors, tensor) == tensors.end()) return false;
+    return tensor.ends_with(stored("", trainer));
+  }
   /// Returns the name under which the checkpoint stores a tensor of `trainer`.
-  std::string stored(const std::string& tensor, int trainer) const;
+  std::string stored(const std::string& tensor, int trainer) const {
+    return each_own ? tensor + "." + std::to_string(trainer) : tensor;
+  }
   bool operator==(const PartName&) const = default;
 };
 
@@ -41,12 +47,19 @@ struct Held {
 
   Held() = default;
   /// Sets `trained` to the names of the tensors that require a gradient.
-  Held(rpc::NamedTensors tensors);                       // NOLINT: implicit by design
+  Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {  // NOLINT: implicit by design
+    for (const auto& [name, tensor] : here) {
+      if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
+    }
+  }
   Held(std::vector<rpc::RRef<rpc::NamedTensors>> owned)  // NOLINT
       : elsewhere(std::move(owned)) {}
 
   /// Moves the tensors in `here` to `agent` and adds references to them to `elsewhere`.
-  void leave_at(rpc::Agent& agent);
+  void leave_at(rpc::Agent& agent) {
+    if (!here.empty())
+      elsewhere.push_back(agent.make_rref(store::on_host(std::exchange(here, {}))));
+  }
 };
 
 /// A part of a checkpoint, and the functions that save and load it.
@@ -106,9 +119,13 @@ inline constexpr const char* kTrainAnew =
 /// A checkpoint on disk. Its `files` have names without the suffix: `model`, `optimizer`, …. All
 /// functions throw `bad_data` with the checkpoint's path.
 struct Snapshot : store::LoadedCheckpoint {
-  [[noreturn]] void refuse(const std::string& why) const;
+  [[noreturn]] void refuse(const std::string& why) const { base::bad_data(path + ": " + why); }
   /// Throws unless the job `cmd` saved the checkpoint.
-  void expect_cmd(const std::string& cmd) const;
+  void expect_cmd(const std::string& cmd) const {
+    const Json was = state.value("cmd", Json());
+    if (!was.is_string()) refuse("it does not say its job");
+    if (was != cmd) refuse("a checkpoint of " + was.get<std::string>() + ", not of " + cmd);
+  }
   /// Returns the saved value of an option in canonical form, if there is one.
   std::optional<std::string> option(const std::string& name) const;
   /// Throws unless the saved value is `value`. A checkpoint of a version without the option counts
@@ -117,7 +134,12 @@ struct Snapshot : store::LoadedCheckpoint {
   void expect_option(const std::string& name, const std::string& value, const std::string& initial,
                      const std::string& otherwise = kTrainAnew) const;
   /// Returns the saved value that a trainer passed to TrainingPlan::agree() with this `name`.
-  std::string agreed(const std::string& name) const;
+  std::string agreed(const std::string& name) const {
+    const Json values = state.value("agreed", Json::object());
+    const auto value = values.find(name);
+    if (value == values.end() || !value->is_string()) refuse("it does not say its " + name);
+    return value->get<std::string>();
+  }
   const store::SafetensorsFile& file(const std::string& name) const;
   /// Returns the words that part_of_words() saved under the name `list`.
   std::vector<std::string> words(const std::string& list) const;

@@ -26,7 +26,10 @@ struct Preflight {
   Roles roles = {};  ///< the roles of the job, for starts()
 
   /// Returns true if this process or one of its children runs a rank of `role`.
-  bool starts(const std::string& role) const;
+  bool starts(const std::string& role) const {
+    return local ||
+           std::ranges::any_of(ranks, [&](int rank) { return roles.named(role).has(rank); });
+  }
   bool given(std::string_view option) const { return options.given(option); }
   /// Returns the value of any option, including those that every job has.
   std::string text(std::string_view option) const { return options.text(option); }

@@ -64,7 +64,13 @@ struct Position {
   int64_t total = 0;           ///< steps of all trainers since the job's beginning
   std::vector<data::StreamPosition> streams;  ///< by shard; empty unless Options::streams
 
-  Json to_json() const;
+  Json to_json() const {
+    Json json{{"epoch", epoch}, {"steps", steps}, {"total", total}};
+    for (const data::StreamPosition& at : streams) {
+      json["streams"].push_back({at.epoch, at.piece, at.offset, at.block, at.used});
+    }
+    return json;
+  }
   /// Throws `bad_data` if `json` is not the position of a job with `trainers` trainers. A position
   /// of streams may have another number of trainers.
   static Position from_json(const Json& json, int trainers);
@@ -151,7 +157,11 @@ class LeaseScheduler {
     return shards_.start_of(trainer);
   }
   /// Returns true if all steps of the job have been handed out.
-  bool over() const;
+  bool over() const {
+    if (finish_at_ != kNever && position_.total >= finish_at_ * options_.trainers) return true;
+    if (options_.steps > 0 && position_.total >= options_.steps * options_.trainers) return true;
+    return counts_epochs() && position_.epoch > options_.epochs;
+  }
 
   /// Notes that the trainer has completed its task. Returns a future of its next task, which has at
   /// most `demand.wanted` steps. If `stop` is true and the job saves checkpoints, all trainers save
@@ -159,7 +169,13 @@ class LeaseScheduler {
   base::Future<Task> next(Seat seat, bool stop, const Demand& demand = {});
 
   /// Replaces a lost trainer by a new process and returns the new process's seat.
-  Seat take_seat(int trainer);
+  Seat take_seat(int trainer) {
+    std::lock_guard lock(mutex_);
+    TrainerState& its = state_of(trainer);
+    if (its.is_here) base::invalid("this place is taken");
+    its = TrainerState{.before = its.before + 1, .handed_out = its.handed_out};
+    return {trainer, its.before};
+  }
   /// The steps of a lost trainer's process.
   struct Lost {
     int64_t made = 0;      ///< steps that the lost process is known to have made
@@ -180,7 +196,12 @@ class LeaseScheduler {
     return position_.total / options_.trainers;
   }
   /// Returns the total number of steps that the current processes of the trainers have completed.
-  int64_t steps_made() const;
+  int64_t steps_made() const {
+    std::lock_guard lock(mutex_);
+    int64_t made = 0;
+    for (const TrainerState& each : trainers_) made += each.is_here ? each.made : 0;
+    return made;
+  }
   /// Makes all trainers save as soon as possible and continue, if the job saves at all.
   void request_save() {
     std::lock_guard lock(mutex_);
@@ -192,7 +213,15 @@ class LeaseScheduler {
     if (finish_at_ == kNever) finish_at_ = furthest_locked();
   }
   /// Makes all current and later calls of next() fail with `error`.
-  void fail(const base::Error& error);
+  void fail(const base::Error& error) {
+    std::map<int, Request> waiting;
+    {
+      std::lock_guard lock(mutex_);
+      failed_ = error;
+      waiting.swap(waiting_);
+    }
+    for (auto& [who, request] : waiting) request.promise.fail(error);
+  }
   /// Returns a Wait that names the trainers for which others wait; empty if no trainer waits.
   std::vector<rpc::Wait> waits() const;
 
@@ -234,13 +263,35 @@ class LeaseScheduler {
   std::optional<Task> task_locked(int trainer, int64_t wanted);
   std::optional<Task> take_locked(int trainer, int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
-  int64_t allowed_locked(int trainer) const;
+  /// Returns the number of steps that the trainer may make before all trainers stop.
+  int64_t allowed_locked(int trainer) const {
+    const int64_t gate = gate_locked();
+    if (!takes_over_ || gate == kNever) {
+      return gate - trainers_[static_cast<size_t>(trainer)].handed_out;
+    }
+    const int64_t all = std::max(here_locked(), 1);  // they share the remaining steps
+    return (gate * options_.trainers - position_.total + all - 1) / all;
+  }
   Round round_locked() const;
-  int64_t furthest_locked() const;
+  /// Returns the number of steps handed out to the furthest trainer. All trainers must make as many
+  /// before a save or the end: in sync and ssp modes the furthest trainer may wait for their steps,
+  /// so the job could otherwise deadlock. Returns 0 if trainers take over steps of other shards,
+  /// because they then need not make equally many.
+  int64_t furthest_locked() const {
+    if (takes_over_) return 0;
+    return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
+  }
   /// Returns the steps per trainer at the next periodic save, a multiple of the interval.
   int64_t next_save() const { return (saved_ / options_.save_every + 1) * options_.save_every; }
-  int64_t gate_locked() const;
-  bool epoch_over() const;
+  /// Returns the number of steps per trainer after which all trainers next stop, to save or to end.
+  int64_t gate_locked() const {
+    const int64_t last = options_.steps > 0 ? options_.steps : kNever;
+    const int64_t save = options_.save && options_.save_every > 0 ? next_save() : kNever;
+    return std::min({last, save, save_at_, stop_at_, finish_at_});
+  }
+  bool epoch_over() const {
+    return data_ended_ || std::ranges::min(position_.steps) >= options_.steps_per_epoch;
+  }
   /// Returns true if the number of epochs limits the job.
   bool counts_epochs() const {
     return options_.streams ? options_.epochs > 0 : options_.steps == 0;
@@ -251,7 +302,13 @@ class LeaseScheduler {
   void tell_who_rests();
   void advance();
   void enter_next_phase(Phase before, bool again);
-  Phase after_training();
+  Phase after_training() {
+    if (!returned_.empty() || shards_.has_skip()) return Phase::kTraining;
+    data_ended_ = options_.streams && shards_.ended();
+    if (epoch_over() || over()) return Phase::kEvaluating;
+    return stopped() || gate_locked() <= position_.total / options_.trainers ? Phase::kSaving
+                                                                             : Phase::kTraining;
+  }
   Phase after_evaluation();
   void hand_out();
 

@@ -91,9 +91,20 @@ class ParsedOptions {
   /// Returns the values that the user set.
   const OptionMap& values() const { return values_; }
   /// Returns true if the user set the option, for a flag only if not to its default.
-  bool given(std::string_view name) const;
+  bool given(std::string_view name) const {
+    const auto it = values_.find(std::string(name));
+    if (it == values_.end()) return false;
+    const Option* const option = find_option(*table_, name);
+    return !option || option->kind != ValueKind::kFlag || it->second != option->initial;
+  }
   bool flag(std::string_view name) const { return text(name) == "true"; }
-  std::string text(std::string_view name) const;
+  std::string text(std::string_view name) const {
+    for (const OptionMap* values : {&values_, &derived_}) {
+      if (const auto it = values->find(std::string(name)); it != values->end()) return it->second;
+    }
+    const Option* option = find_option(*table_, name);
+    return option ? option->initial : std::string();
+  }
   int64_t integer(std::string_view name) const {
     return base::number<int64_t>(text(name)).value_or(0);
   }

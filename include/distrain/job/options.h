@@ -115,10 +115,22 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   int min_trainers = 1;        ///< the job ends if fewer trainers are left
 
   int64_t step_size() const { return int64_t{batch_size} * accumulate; }  ///< examples of a step
-  ddp::ReducerOptions replicas() const;  ///< options of the job's DistributedDataParallel
+  /// Returns the options of the job's DistributedDataParallel.
+  ddp::ReducerOptions replicas() const {
+    if (gradient_dtype == "float32") return {};
+    return {.hook = ddp::compress_hook(gradient_dtype == "float16" ? at::kHalf : at::kBFloat16)};
+  }
 
   /// Returns the settings by which trainer `participant` (from 0) shares parameters with others.
-  optim::Sharing sharing(int participant) const;
+  optim::Sharing sharing(int participant) const {
+    using Mode = optim::Sharing::Mode;
+    return {.mode = mode == "sync"  ? Mode::kSync
+                    : mode == "ssp" ? Mode::kSsp
+                                    : Mode::kAsync,
+            .participants = trainers,
+            .participant = participant,
+            .staleness = staleness};
+  }
 
   static void describe_trainer(auto& list) {
     list.integer("trainers", &TrainerOptions::trainers, "run N trainers").range(1, 1022);

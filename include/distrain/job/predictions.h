@@ -20,7 +20,10 @@ class Predictions {
   c10::Device device() const { return device_; }
 
   /// Copies the checkpoint's parameters into `model`. Throws `bad_data` if they do not fit.
-  void load(const rpc::NamedTensors& model) const;
+  void load(const rpc::NamedTensors& model) const {
+    const store::SafetensorsFile& saved = snapshot_.file("model");
+    store::naming_file(snapshot_.path, [&] { store::copy_into(model, saved); });
+  }
   /// Loads the rows of tables of this process, without the state of their optimizer.
   void load(const table::ShardedEmbedding& tables) const;
 

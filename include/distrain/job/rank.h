@@ -19,13 +19,32 @@ class Roles {
     bool has(int rank) const { return rank >= first && rank < first + count; }
   };
 
-  void add(const std::string& name, int count, bool numbered);
+  void add(const std::string& name, int count, bool numbered) {
+    roles_.push_back({name, world_size(), count, numbered});
+  }
   int world_size() const { return roles_.empty() ? 0 : roles_.back().first + roles_.back().count; }
   /// Returns the role of this name. Throws `internal` if there is none.
-  const Role& named(const std::string& name) const;
-  const Role& of(int rank) const;
-  std::string name_of(int rank) const;  ///< returns the rank's name, as in rpc::Agent::name()
-  std::vector<std::string> names() const;
+  const Role& named(const std::string& name) const {
+    const auto it = std::ranges::find(roles_, name, &Role::name);
+    if (it != roles_.end()) return *it;
+    throw base::Exception(base::ErrorKind::kInternal, "the job has no role " + name);
+  }
+  const Role& of(int rank) const {
+    const auto it = std::ranges::find_if(roles_, [&](const Role& role) { return role.has(rank); });
+    if (it != roles_.end()) return *it;
+    throw base::Exception(base::ErrorKind::kInternal,
+                          "the job has no rank " + std::to_string(rank));
+  }
+  /// Returns the rank's name, as in rpc::Agent::name().
+  std::string name_of(int rank) const {
+    const Role& role = of(rank);
+    return role.numbered ? role.name + std::to_string(rank) : role.name;
+  }
+  std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (int rank = 0; rank < world_size(); ++rank) names.push_back(name_of(rank));
+    return names;
+  }
 
  private:
   std::vector<Role> roles_;
@@ -70,7 +89,8 @@ class Process {
 /// One rank of a running job: the argument of its role's function.
 class Rank : public Process {
  public:
-  Rank(rpc::Agent& agent, const Job& job, const Roles& roles, EventSink& sink);
+  Rank(rpc::Agent& agent, const Job& job, const Roles& roles, EventSink& sink)
+      : Process(job, sink), agent_(agent), roles_(roles), role_(roles.of(agent.rank())) {}
 
   rpc::Agent& agent() const { return agent_; }
   int number() const { return agent_.rank(); }

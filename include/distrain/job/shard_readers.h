@@ -28,22 +28,52 @@ struct ShardStart {
 /// whatever the number of trainers. Not thread-safe.
 class ShardReaders {
  public:
-  explicit ShardReaders(int trainers);
+  explicit ShardReaders(int trainers) : trainers_(trainers) {
+    for (int trainer = 0; trainer < trainers; ++trainer) shards_.push_back({.reader = trainer});
+  }
 
   /// Sets the positions of the shards from a checkpoint of any number of shards. `begins_epoch`: no
   /// step of the epoch has been made.
   void resume(const std::vector<data::StreamPosition>& positions, bool begins_epoch);
   /// Returns the positions of all shards.
-  std::vector<data::StreamPosition> positions() const;
+  std::vector<data::StreamPosition> positions() const {
+    std::vector<data::StreamPosition> all;
+    for (const Shard& shard : shards_) all.push_back(shard.position);
+    return all;
+  }
   /// Returns the shard of `trainer` and its position.
-  ShardStart start_of(int trainer) const;
+  ShardStart start_of(int trainer) const {
+    const size_t shard = shard_of(trainer);
+    if (shard == shards_.size()) return {};
+    const Shard& its = shards_[shard];
+    return {static_cast<int32_t>(shard), static_cast<int32_t>(shards_.size()), its.position,
+            its.skip};
+  }
   /// Notes that `trainer` is at `position` of its shard, and if `ended`, that the shard has ended.
-  void note(int trainer, const data::StreamPosition& position, bool ended);
+  void note(int trainer, const data::StreamPosition& position, bool ended) {
+    const size_t shard = shard_of(trainer);
+    if (shard == shards_.size()) return;
+    Shard& its = shards_[shard];
+    its.position = position;
+    its.ended = its.ended || ended;
+    its.skip = 0;
+  }
   /// Takes its shard from `trainer`, which has made `steps` with data after the shard's position.
-  void leave(int trainer, int64_t steps);
+  void leave(int trainer, int64_t steps) {
+    const size_t shard = shard_of(trainer);
+    if (shard == shards_.size()) return;
+    shards_[shard].reader.reset();
+    shards_[shard].skip += steps;
+  }
   /// Returns the shard to which `trainer` must go now, if any. If it has a shard that has not
   /// ended, it leaves that shard only for one with batches to skip.
-  std::optional<ShardStart> move(int trainer);
+  std::optional<ShardStart> move(int trainer) {
+    const auto next = shard_for(trainer);
+    if (!next) return std::nullopt;
+    leave(trainer, 0);
+    shards_[*next].reader = trainer;
+    return start_of(trainer);
+  }
   bool can_move(int trainer) const { return shard_for(trainer).has_value(); }
   /// Returns true if a shard has batches to skip, which its position cannot express.
   bool has_skip() const {
@@ -52,7 +82,10 @@ class ShardReaders {
   /// Returns true if the data of all shards has ended in this epoch.
   bool ended() const { return std::ranges::all_of(shards_, &Shard::ended); }
   /// Begins the next epoch. If ended(), with one shard for each trainer again.
-  void begin_epoch();
+  void begin_epoch() {
+    if (ended()) return divide();
+    for (Shard& shard : shards_) shard.ended = false;
+  }
 
  private:
   struct Shard {
@@ -62,7 +95,10 @@ class ShardReaders {
     int64_t skip = 0;
   };
   /// Returns the index of the shard that `trainer` reads; shards_.size() if it reads none.
-  size_t shard_of(int trainer) const;
+  size_t shard_of(int trainer) const {
+    const auto it = std::ranges::find(shards_, trainer, &Shard::reader);
+    return static_cast<size_t>(it - shards_.begin());
+  }
   std::optional<size_t> shard_for(int trainer) const;
   void divide();
 

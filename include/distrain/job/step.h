@@ -79,7 +79,11 @@ struct Evaluation {
   static Evaluation of_binary(const at::Tensor& logits, const at::Tensor& targets);
   void add(const Evaluation& other);
   /// Adds examples: `scores` [n, classes], int64 `targets` [n], and the sum of their losses.
-  void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
+  void add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
+    samples += targets.numel();
+    right = right.value_or(0) + (scores.argmax(1) == targets).sum().item<int64_t>();
+    loss_sum += more_loss;
+  }
   double loss() const { return loss_sum / static_cast<double>(samples); }
   bool has_auc() const { return !positive.empty() || !negative.empty(); }
   /// Returns the area under the ROC curve: the share of the pairs of a positive and a negative
@@ -105,7 +109,10 @@ class StepLines {
   /// returns false and, if the interval is unset, keeps `fields` for end().
   bool add(int64_t number, std::function<Json()> fields);
   /// Emits the last step's line if add() kept its fields. The next add() may start at step 1 again.
-  void end();
+  void end() {
+    if (const auto fields = std::exchange(pending_, nullptr)) sink_.emit(event_, fields());
+    next_ = {};
+  }
 
  private:
   EventSink& sink_;

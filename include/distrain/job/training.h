@@ -117,9 +117,16 @@ class TrainingPlan {
   /// Evaluates this trainer's share of the test data at the end of the job.
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
   /// Prints, on trainer 0 only, a `warn` line that all examples in `path` have the label `label`.
-  void warn_of_one_label(const std::string& path, const std::string& label);
+  void warn_of_one_label(const std::string& path, const std::string& label) {
+    if (own_.front() != 0) return;
+    process_.sink().warn(base::ErrorKind::kBadData, path + ": all examples have the label " +
+                                                        label + ": nothing can be learned");
+  }
   /// Adds the field `name` to the job's `end` line, with the greatest `value` of all trainers.
-  void note_max(const std::string& name, int64_t value);
+  void note_max(const std::string& name, int64_t value) {
+    const auto it = maxima_.try_emplace(name, value).first;
+    it->second = std::max(it->second, value);
+  }
 
   bool stopped() const { return stopped_; }      ///< after run(): a signal has stopped the job
   int64_t steps_made() const { return total_; }  ///< returns the steps since the job's beginning
@@ -128,7 +135,15 @@ class TrainingPlan {
   /// `own` are the trainers of this process. If `agent` is not null, the object calls rank 0's
   /// TrainingHost by RPC; otherwise it calls `host` directly.
   TrainingPlan(Plan plan, Process& process, std::vector<int> own, rpc::Agent* agent,
-               TrainingHost* host);
+               TrainingHost* host)
+      : plan_(std::move(plan)),
+        own_(std::move(own)),
+        host_(host),
+        lr_schedule_(optim::LearningRateSchedule::parse(plan_.lr_schedule)),
+        process_(process),
+        agent_(agent),
+        lines_(process.sink(), "step", plan_.log_interval) {}
+
   ~TrainingPlan() = default;
 
   /// Sends the plan to rank 0 and loads the checkpoint that the job resumes from, if any.
@@ -145,9 +160,15 @@ class TrainingPlan {
   /// of a checkpoint.
   void go_to(int trainer, const ShardStart& start, const std::string& checkpoint = {});
   /// Returns the source of the trainer's next batch, or null.
-  data::Source* source_of(int trainer) const;
+  data::Source* source_of(int trainer) const {
+    const auto found = sources_.find(trainer);
+    return found == sources_.end() ? nullptr : found->second.get();
+  }
   /// Returns the factor that turns a mean over all trainers into one over those that have data.
-  double mean_factor(const Task& task) const;
+  double mean_factor(const Task& task) const {
+    if (!plan_.average_over_data || task.with_data == 0) return 1;
+    return static_cast<double>(plan_.trainers) / task.with_data;
+  }
   void meet(const Task& task);  ///< runs a task other than training
 
   Plan plan_;
@@ -231,7 +252,11 @@ class Training : public TrainingPlan {
  public:
   Training(Rank& rank, const TrainerOptions& options, int64_t steps_per_epoch)
       : Training(rank, Plan::of(options, steps_per_epoch)) {}
-  Training(Rank& rank, Plan plan);
+  Training(Rank& rank, Plan plan)
+      : TrainingPlan(std::move(plan), rank, {rank.index()}, &rank.agent(), nullptr), rank_(rank) {
+    plan_.trainers = rank.count();
+    plan_.first_rank = rank.number() - rank.index();
+  }
 
   using TrainingPlan::keep;
   using TrainingPlan::read;

@@ -16,26 +16,6 @@ namespace distrain::job {
 // The file of the vocabulary, in addition to the files `model`, `optimizer` and `state`.
 constexpr const char* kVocabulary = "vocabulary";
 
-Held::Held(rpc::NamedTensors tensors) : here(std::move(tensors)) {
-  for (const auto& [name, tensor] : here) {
-    if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
-  }
-}
-
-void Held::leave_at(rpc::Agent& agent) {
-  if (!here.empty()) elsewhere.push_back(agent.make_rref(store::on_host(std::exchange(here, {}))));
-}
-
-bool PartName::has(const std::string& tensor, int trainer) const {
-  if (!name.empty() && !tensor.starts_with(name + ".")) return false;
-  if (!tensors.empty() && std::ranges::find(tensors, tensor) == tensors.end()) return false;
-  return tensor.ends_with(stored("", trainer));
-}
-
-std::string PartName::stored(const std::string& tensor, int trainer) const {
-  return each_own ? tensor + "." + std::to_string(trainer) : tensor;
-}
-
 Part part_of(rpc::NamedTensors live, std::string file) {
   Part part = part_of_each([live = std::move(live)](int) { return live; });
   part.file = std::move(file);
@@ -94,14 +74,6 @@ void check_finite(const std::string& name, const at::Tensor& piece, int64_t step
   }
 }
 
-void Snapshot::refuse(const std::string& why) const { base::bad_data(path + ": " + why); }
-
-void Snapshot::expect_cmd(const std::string& cmd) const {
-  const Json was = state.value("cmd", Json());
-  if (!was.is_string()) refuse("it does not say its job");
-  if (was != cmd) refuse("a checkpoint of " + was.get<std::string>() + ", not of " + cmd);
-}
-
 std::optional<std::string> Snapshot::option(const std::string& name) const {
   for (const auto& [part, key] : {std::pair("options", name), std::pair("agreed", "--" + name)}) {
     const auto values = state.find(part);
@@ -124,13 +96,6 @@ void Snapshot::expect_option(const std::string& name, const std::string& value,
           : value.empty() ? "saved with --" + name + " " + saved + ", not without"
                           : "saved with --" + name + " " + saved + ", not " + value) +
          ": leave --" + name + " out" + otherwise);
-}
-
-std::string Snapshot::agreed(const std::string& name) const {
-  const Json values = state.value("agreed", Json::object());
-  const auto value = values.find(name);
-  if (value == values.end() || !value->is_string()) refuse("it does not say its " + name);
-  return value->get<std::string>();
 }
 
 std::vector<std::string> Snapshot::words(const std::string& list) const {

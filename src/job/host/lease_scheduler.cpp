@@ -6,14 +6,6 @@
 
 namespace distrain::job {
 
-Json Position::to_json() const {
-  Json json{{"epoch", epoch}, {"steps", steps}, {"total", total}};
-  for (const data::StreamPosition& at : streams) {
-    json["streams"].push_back({at.epoch, at.piece, at.offset, at.block, at.used});
-  }
-  return json;
-}
-
 Position Position::from_json(const Json& json, int trainers) {
   constexpr uint64_t kMaxCount = uint64_t{1} << 50;
   const auto expect = [](bool is_good) {
@@ -134,13 +126,6 @@ base::Future<Task> LeaseScheduler::next(Seat seat, bool stop, const Demand& dema
   return future;
 }
 
-int64_t LeaseScheduler::steps_made() const {
-  std::lock_guard lock(mutex_);
-  int64_t made = 0;
-  for (const TrainerState& each : trainers_) made += each.is_here ? each.made : 0;
-  return made;
-}
-
 // Enters the next phase while all trainers wait. The hooks run without the lock. This is safe,
 // because no other thread changes `phase_` or `position_` while `is_advancing_`.
 void LeaseScheduler::advance() {
@@ -227,14 +212,6 @@ void LeaseScheduler::go_on() {
   tell_who_rests();
 }
 
-Seat LeaseScheduler::take_seat(int trainer) {
-  std::lock_guard lock(mutex_);
-  TrainerState& its = state_of(trainer);
-  if (its.is_here) base::invalid("this place is taken");
-  its = TrainerState{.before = its.before + 1, .handed_out = its.handed_out};
-  return {trainer, its.before};
-}
-
 std::vector<rpc::Wait> LeaseScheduler::waits() const {
   std::lock_guard lock(mutex_);
   if (waiting_.empty()) return {};
@@ -248,32 +225,6 @@ std::vector<rpc::Wait> LeaseScheduler::waits() const {
   // A trainer whose stream has ended may wait for long, as long as the others train.
   if (options_.streams && !has_rounds()) since = std::max(since, last_request_);
   return {{"the next task of all, which wants trainer " + missing, since}};
-}
-
-// Returns the number of steps per trainer after which all trainers next stop, to save or to end.
-int64_t LeaseScheduler::gate_locked() const {
-  const int64_t last = options_.steps > 0 ? options_.steps : kNever;
-  const int64_t save = options_.save && options_.save_every > 0 ? next_save() : kNever;
-  return std::min({last, save, save_at_, stop_at_, finish_at_});
-}
-
-// Returns the number of steps handed out to the furthest trainer. All trainers must make as many
-// before a save or the end: in sync and ssp modes the furthest trainer may wait for their steps, so
-// the job could otherwise deadlock. Returns 0 if trainers take over steps of other shards, because
-// they then need not make equally many.
-int64_t LeaseScheduler::furthest_locked() const {
-  if (takes_over_) return 0;
-  return std::ranges::max(trainers_, {}, &TrainerState::handed_out).handed_out;
-}
-
-void LeaseScheduler::fail(const base::Error& error) {
-  std::map<int, Request> waiting;
-  {
-    std::lock_guard lock(mutex_);
-    failed_ = error;
-    waiting.swap(waiting_);
-  }
-  for (auto& [who, request] : waiting) request.promise.fail(error);
 }
 
 std::optional<Task> LeaseScheduler::take_locked(int trainer, int64_t wanted) {
@@ -318,16 +269,6 @@ LeaseScheduler::Round LeaseScheduler::round_locked() const {
   return round;
 }
 
-// Returns the number of steps that the trainer may make before all trainers stop.
-int64_t LeaseScheduler::allowed_locked(int trainer) const {
-  const int64_t gate = gate_locked();
-  if (!takes_over_ || gate == kNever) {
-    return gate - trainers_[static_cast<size_t>(trainer)].handed_out;
-  }
-  const int64_t all = std::max(here_locked(), 1);  // they share the remaining steps
-  return (gate * options_.trainers - position_.total + all - 1) / all;
-}
-
 LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wanted) {
   TrainerState& its = state_of(trainer);
   auto steps = position_.steps.begin() + trainer;
@@ -343,24 +284,6 @@ LeaseScheduler::Range LeaseScheduler::take_new_locked(int trainer, int64_t wante
   *steps += count;
   position_.total += count;
   return lease;
-}
-
-bool LeaseScheduler::epoch_over() const {
-  return data_ended_ || std::ranges::min(position_.steps) >= options_.steps_per_epoch;
-}
-
-bool LeaseScheduler::over() const {
-  if (finish_at_ != kNever && position_.total >= finish_at_ * options_.trainers) return true;
-  if (options_.steps > 0 && position_.total >= options_.steps * options_.trainers) return true;
-  return counts_epochs() && position_.epoch > options_.epochs;
-}
-
-LeaseScheduler::Phase LeaseScheduler::after_training() {
-  if (!returned_.empty() || shards_.has_skip()) return Phase::kTraining;
-  data_ended_ = options_.streams && shards_.ended();
-  if (epoch_over() || over()) return Phase::kEvaluating;
-  return stopped() || gate_locked() <= position_.total / options_.trainers ? Phase::kSaving
-                                                                           : Phase::kTraining;
 }
 
 LeaseScheduler::Phase LeaseScheduler::after_evaluation() {

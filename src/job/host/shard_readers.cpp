@@ -2,10 +2,6 @@
 
 namespace distrain::job {
 
-ShardReaders::ShardReaders(int trainers) : trainers_(trainers) {
-  for (int trainer = 0; trainer < trainers; ++trainer) shards_.push_back({.reader = trainer});
-}
-
 void ShardReaders::resume(const std::vector<data::StreamPosition>& positions, bool begins_epoch) {
   shards_.clear();
   for (const data::StreamPosition& position : positions) {
@@ -14,41 +10,6 @@ void ShardReaders::resume(const std::vector<data::StreamPosition>& positions, bo
     if (number < trainers_) shard.reader = number;
   }
   if (begins_epoch && std::ssize(shards_) != trainers_) divide();
-}
-
-std::vector<data::StreamPosition> ShardReaders::positions() const {
-  std::vector<data::StreamPosition> all;
-  for (const Shard& shard : shards_) all.push_back(shard.position);
-  return all;
-}
-
-size_t ShardReaders::shard_of(int trainer) const {
-  const auto it = std::ranges::find(shards_, trainer, &Shard::reader);
-  return static_cast<size_t>(it - shards_.begin());
-}
-
-ShardStart ShardReaders::start_of(int trainer) const {
-  const size_t shard = shard_of(trainer);
-  if (shard == shards_.size()) return {};
-  const Shard& its = shards_[shard];
-  return {static_cast<int32_t>(shard), static_cast<int32_t>(shards_.size()), its.position,
-          its.skip};
-}
-
-void ShardReaders::note(int trainer, const data::StreamPosition& position, bool ended) {
-  const size_t shard = shard_of(trainer);
-  if (shard == shards_.size()) return;
-  Shard& its = shards_[shard];
-  its.position = position;
-  its.ended = its.ended || ended;
-  its.skip = 0;
-}
-
-void ShardReaders::leave(int trainer, int64_t steps) {
-  const size_t shard = shard_of(trainer);
-  if (shard == shards_.size()) return;
-  shards_[shard].reader.reset();
-  shards_[shard].skip += steps;
 }
 
 std::optional<size_t> ShardReaders::shard_for(int trainer) const {
@@ -62,19 +23,6 @@ std::optional<size_t> ShardReaders::shard_for(int trainer) const {
     if (is_free && (!found || static_cast<int>(i) == trainer)) found = i;
   }
   return found;
-}
-
-std::optional<ShardStart> ShardReaders::move(int trainer) {
-  const auto next = shard_for(trainer);
-  if (!next) return std::nullopt;
-  leave(trainer, 0);
-  shards_[*next].reader = trainer;
-  return start_of(trainer);
-}
-
-void ShardReaders::begin_epoch() {
-  if (ended()) return divide();
-  for (Shard& shard : shards_) shard.ended = false;
 }
 
 // Gives each trainer the shard with its own number, from the beginning of the next pass over the

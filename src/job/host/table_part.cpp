@@ -177,12 +177,6 @@ void read_tables(table::TableServer& server, const PartSource& source, const Ope
   for (const auto& [table, updates] : source.updates) server.updates_of(table) = updates;
 }
 
-base::Duration Pace::rest(base::TimePoint now, uint64_t logged, bool is_filling) {
-  if (std::exchange(logged_, logged) != logged) updated_ = now;
-  if (is_filling || now - updated_ >= kAWhile) return base::Duration::zero();
-  return std::min<base::Duration>(now - resumed_, kLongest);
-}
-
 struct TablePart::Save {
   // Calls `sleep` with the time that `pace` computes.
   void rest(const std::function<void(base::Duration)>& sleep) {
@@ -212,8 +206,6 @@ TablePart::TablePart(rpc::Agent* agent, EventSink& sink, Options options)
                               : agent->shared<table::TableServer>(&agent->lasting())),
       thread_("tables", [] { setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNiceness); }) {
 }
-
-TablePart::~TablePart() { drop(); }
 
 // Calls `work` on the thread, after earlier work has ended. The reply is `cancelled` if the thread
 // cannot be started.
@@ -260,11 +252,6 @@ BegunPart TablePart::begin(const PartTarget& target) {
   return begun;
 }
 
-base::Future<WrittenPart> TablePart::written() const {
-  const std::lock_guard lock(mutex_);
-  return written_.shared();
-}
-
 void TablePart::drop() {
   is_dropped_ = true;
   {
@@ -274,11 +261,6 @@ void TablePart::drop() {
     }
   }
   static_cast<void>(written().wait_result());
-}
-
-void TablePart::check_not_dropped() const {
-  if (!is_dropped_) return;
-  throw base::Exception(base::ErrorKind::kCancelled, "the save of the tables was abandoned");
 }
 
 // Called before each system call of a save. Tells rank 0 each second that the save makes progress.

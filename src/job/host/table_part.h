@@ -94,7 +94,11 @@ class Pace {
   /// Returns the time for which the thread has worked, at most kLongest. Returns 0 if a log fills
   /// (`is_filling`), or if no row was updated for kAWhile, because then no steps are made. `logged`
   /// is the number of rows that updates have logged.
-  base::Duration rest(base::TimePoint now, uint64_t logged, bool is_filling);
+  base::Duration rest(base::TimePoint now, uint64_t logged, bool is_filling) {
+    if (std::exchange(logged_, logged) != logged) updated_ = now;
+    if (is_filling || now - updated_ >= kAWhile) return base::Duration::zero();
+    return std::min<base::Duration>(now - resumed_, kLongest);
+  }
   /// Notes that the thread resumes its work.
   void resume(base::TimePoint now) { resumed_ = now; }
 
@@ -121,13 +125,16 @@ class TablePart {
   };
   /// `agent` is null if the server is in the process of rank 0.
   TablePart(rpc::Agent* agent, EventSink& sink, Options options);
-  ~TablePart();
+  ~TablePart() { drop(); }
 
   /// Takes a snapshot of the tables and starts to write it. Drops an earlier one.
   BegunPart begin(const PartTarget& target);
   /// Returns the result of the save that begin() has started. Its error is `not_finite` if a row is
   /// not finite.
-  base::Future<WrittenPart> written() const;
+  base::Future<WrittenPart> written() const {
+    const std::lock_guard lock(mutex_);
+    return written_.shared();
+  }
   /// Ends the save. No piece is written after the return.
   void drop();
   /// Calls read_tables() with the files of the checkpoint, or with pieces from rank 0.
@@ -139,7 +146,10 @@ class TablePart {
   WrittenPart write(Save& save);
   store::SafetensorsFile open(const PartSource& source, const std::string& name) const;
   void make_system_call();
-  void check_not_dropped() const;
+  void check_not_dropped() const {
+    if (!is_dropped_) return;
+    throw base::Exception(base::ErrorKind::kCancelled, "the save of the tables was abandoned");
+  }
 
   rpc::Agent* const agent_;
   EventSink& sink_;

@@ -76,14 +76,6 @@ void TableParts::expose(rpc::Agent& agent) {
   agent.expose<rpc::of_local<&TableParts::get>>("job.get_piece");
 }
 
-void TableParts::set(std::vector<std::string> tables, std::vector<int> servers,
-                     const std::shared_ptr<table::TableServer>& here) {
-  tables_ = std::move(tables);
-  servers_ = std::move(servers);
-  server_ = here;
-  if (here) here_ = std::make_shared<TablePart>(nullptr, sink_, TablePart::Options{.server = here});
-}
-
 // Returns the future reply of a server.
 template <auto Method, class... Args>
 auto TableParts::call(size_t server, const Args&... args) {
@@ -101,10 +93,6 @@ auto TableParts::call(size_t server, const Args&... args) {
   } else {
     return Reply::ready(std::invoke(Method, *here_, args...));
   }
-}
-
-std::string TableParts::name_of(size_t server) const {
-  return agent_ ? agent_->worker(servers_[server]).name : "";
 }
 
 // Throws the error of a reply that has failed. It names the server. The loss of a server comes

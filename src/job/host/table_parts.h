@@ -18,7 +18,13 @@ class TableParts {
 
   /// Sets the tables and the ranks that have them, or `here` if they are in this process.
   void set(std::vector<std::string> tables, std::vector<int> servers,
-           const std::shared_ptr<table::TableServer>& here = {});
+           const std::shared_ptr<table::TableServer>& here = {}) {
+    tables_ = std::move(tables);
+    servers_ = std::move(servers);
+    server_ = here;
+    if (here)
+      here_ = std::make_shared<TablePart>(nullptr, sink_, TablePart::Options{.server = here});
+  }
   bool empty() const { return tables_.empty(); }
 
   /// While no trainer makes steps: begins a snapshot on all servers, which start to write it.
@@ -48,7 +54,9 @@ class TableParts {
   };
   template <auto Method, class... Args>
   auto call(size_t server, const Args&... args);
-  std::string name_of(size_t server) const;
+  std::string name_of(size_t server) const {
+    return agent_ ? agent_->worker(servers_[server]).name : "";
+  }
   template <class T>
   void check(const std::vector<base::Future<T>>& replies) const;
 

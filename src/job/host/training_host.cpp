@@ -201,11 +201,6 @@ void TrainingHost::begin(const Plan& plan) {
                  (plan.limit.empty() ? "" : " without a larger " + plan.limit));
 }
 
-std::optional<int> TrainingHost::trainer_of(int rank) const {
-  const int trainer = rank - plan_->first_rank;
-  return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
-}
-
 // Lets the job continue when a trainer other than rank 0 is lost. `may_return` allows replacements.
 void TrainingHost::go_on_without_any(bool may_return) const {
   const int least = known_.min_trainers;
@@ -365,12 +360,6 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
     if (fields.contains(name)) metrics_[name] = fields[name];
   }
   sink_.emit("eval", fields);
-}
-
-void TrainingHost::contribute(Seat seat, const std::vector<HeldPart>& parts) {
-  std::lock_guard lock(mutex_);
-  check_seat_locked(seat);
-  gathered_.insert(gathered_.end(), parts.begin(), parts.end());
 }
 
 void TrainingHost::save(const Position& position) {

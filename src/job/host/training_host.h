@@ -67,7 +67,11 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// Loads the tables from the checkpoint that the job resumes from.
   void load_tables();
   /// Adds the tensors of a trainer to the current save.
-  void contribute(Seat seat, const std::vector<HeldPart>& parts);
+  void contribute(Seat seat, const std::vector<HeldPart>& parts) {
+    std::lock_guard lock(mutex_);
+    check_seat_locked(seat);
+    gathered_.insert(gathered_.end(), parts.begin(), parts.end());
+  }
 
   // Note [Who waits on rank 0]
   //
@@ -93,7 +97,10 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
 
  private:
   void begin(const Plan& plan);
-  std::optional<int> trainer_of(int rank) const;
+  std::optional<int> trainer_of(int rank) const {
+    const int trainer = rank - plan_->first_rank;
+    return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
+  }
   void go_on_without_any(bool may_return) const;
   void rest(int trainer) const;
   void load();

@@ -7,11 +7,6 @@
 
 namespace distrain::job {
 
-void Predictions::load(const rpc::NamedTensors& model) const {
-  const store::SafetensorsFile& saved = snapshot_.file("model");
-  store::naming_file(snapshot_.path, [&] { store::copy_into(model, saved); });
-}
-
 void Predictions::load(const table::ShardedEmbedding& tables) const {
   load_tables(snapshot_, tables.table_names(), *tables.local_server());
 }

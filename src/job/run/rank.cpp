@@ -7,36 +7,6 @@
 
 namespace distrain::job {
 
-void Roles::add(const std::string& name, int count, bool numbered) {
-  roles_.push_back({name, world_size(), count, numbered});
-}
-
-const Roles::Role& Roles::named(const std::string& name) const {
-  const auto it = std::ranges::find(roles_, name, &Role::name);
-  if (it != roles_.end()) return *it;
-  throw base::Exception(base::ErrorKind::kInternal, "the job has no role " + name);
-}
-
-const Roles::Role& Roles::of(int rank) const {
-  const auto it = std::ranges::find_if(roles_, [&](const Role& role) { return role.has(rank); });
-  if (it != roles_.end()) return *it;
-  throw base::Exception(base::ErrorKind::kInternal, "the job has no rank " + std::to_string(rank));
-}
-
-std::string Roles::name_of(int rank) const {
-  const Role& role = of(rank);
-  return role.numbered ? role.name + std::to_string(rank) : role.name;
-}
-
-std::vector<std::string> Roles::names() const {
-  std::vector<std::string> names;
-  for (int rank = 0; rank < world_size(); ++rank) names.push_back(name_of(rank));
-  return names;
-}
-
-Rank::Rank(rpc::Agent& agent, const Job& job, const Roles& roles, EventSink& sink)
-    : Process(job, sink), agent_(agent), roles_(roles), role_(roles.of(agent.rank())) {}
-
 const Group& Rank::group(const std::string& role) {
   if (const auto it = groups_.find(role); it != groups_.end()) return it->second;
   const Roles::Role& ranks = roles_.named(role);

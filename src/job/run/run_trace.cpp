@@ -247,11 +247,6 @@ void RunTrace::start(const OptionMap& options, int world_size) {
   tracer_->start(std::min(base::Tracer::kLimit, kEventsOfAFile / static_cast<size_t>(world_size)));
 }
 
-void RunTrace::begin(rpc::Agent& agent) {
-  agent_ = &agent;
-  if (!path_.empty() && agent.rank() == 0) collector_.emplace(agent);
-}
-
 void RunTrace::collect() {
   if (!collector_) return;
   try {
@@ -279,13 +274,6 @@ std::optional<base::Error> RunTrace::write() {
         fmt::format("--trace {}: the last {} events were too many and are missing", path, dropped));
   }
   return error_;
-}
-
-std::optional<base::Error> RunTrace::write_own(int rank, const std::string& role) {
-  if (path_.empty() || rank != 0) return std::nullopt;
-  tracer_->stop();
-  ranks_ = {{rank, role, tracer_->tracks(), tracer_->dropped()}};
-  return write();
 }
 
 }  // namespace distrain::job

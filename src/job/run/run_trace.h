@@ -27,13 +27,21 @@ class RunTrace {
   /// Starts recording if `options` have `--trace`. The `world_size` ranks share the size limit.
   void start(const OptionMap& options, int world_size);
   /// Makes collect() possible. Must be called when all ranks have joined.
-  void begin(rpc::Agent& agent);
+  void begin(rpc::Agent& agent) {
+    agent_ = &agent;
+    if (!path_.empty() && agent.rank() == 0) collector_.emplace(agent);
+  }
   /// Fetches all traces on rank 0 while other ranks wait in shutdown(). write() returns its error.
   void collect();
   /// Writes the collected traces on rank 0. Returns the first error of collect() and write().
   std::optional<base::Error> write();
   /// Writes rank 0's own trace if the run failed or has no other ranks. Returns the error, if any.
-  std::optional<base::Error> write_own(int rank, const std::string& role);
+  std::optional<base::Error> write_own(int rank, const std::string& role) {
+    if (path_.empty() || rank != 0) return std::nullopt;
+    tracer_->stop();
+    ranks_ = {{rank, role, tracer_->tracks(), tracer_->dropped()}};
+    return write();
+  }
 
  private:
   EventSink& sink_;
