@@ -156,11 +156,6 @@ std::string help_text(const Program& program, const TextCommand& command) {
   return out + left + wrapped(fmt::format("{}", fmt::join(command.choices, ", ")), left.size());
 }
 
-const JobCommand* Program::find(const std::string& job) const {
-  const auto it = std::ranges::find(commands, job, &JobCommand::name);
-  return it == commands.end() ? nullptr : &*it;
-}
-
 std::vector<TextCommand> text_commands(const Program& program) {
   const auto help = [](const Program& of, const std::string& name) {
     return of_command(of, name, [&](const auto&... command) { return help_text(of, command...); });

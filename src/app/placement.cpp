@@ -427,17 +427,4 @@ const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
   return devices_ = std::move(chosen);
 }
 
-job::Json RankDevices::names() const {
-  const std::vector<c10::Device> devices = known();
-  return devices.empty() ? job::Json() : job::device_names(devices);
-}
-
-job::Json RankDevices::usage() const {
-  const std::vector<c10::Device> devices = known();
-  if (devices.empty() || !rpc::is_accelerator(devices.front())) return job::Json::object();
-  int64_t most = 0;
-  for (const c10::Device& device : devices) most = std::max(most, rpc::peak_device_bytes(device));
-  return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / (1 << 20)}};
-}
-
 }  // namespace distrain::app

@@ -71,9 +71,18 @@ class RankDevices {
   /// this call. Throws `resources` with the name of the rank if a GPU or its libraries are missing.
   const std::vector<c10::Device>& get(const std::string& name, const job::OptionMap& of_rank_0);
   /// Returns the `device` field of JSON lines; null if get() has not chosen the devices yet.
-  job::Json names() const;
+  job::Json names() const {
+    const std::vector<c10::Device> devices = known();
+    return devices.empty() ? job::Json() : job::device_names(devices);
+  }
   /// Returns the fields `device` and `device_mem_mb`, the peak of tensor memory; none on the CPU.
-  job::Json usage() const;
+  job::Json usage() const {
+    const std::vector<c10::Device> devices = known();
+    if (devices.empty() || !rpc::is_accelerator(devices.front())) return job::Json::object();
+    int64_t most = 0;
+    for (const c10::Device& device : devices) most = std::max(most, rpc::peak_device_bytes(device));
+    return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / (1 << 20)}};
+  }
 
  private:
   std::vector<c10::Device> known() const {

@@ -22,7 +22,10 @@ struct Program {
   About about;
 
   /// Returns the job with this name, or null if there is no such job.
-  const JobCommand* find(const std::string& job) const;
+  const JobCommand* find(const std::string& job) const {
+    const auto it = std::ranges::find(commands, job, &JobCommand::name);
+    return it == commands.end() ? nullptr : &*it;
+  }
   bool has_one_job() const { return commands.size() == 1; }
   /// Returns the words that start the job: "PROGRAM JOB", or "PROGRAM" if there is only one job.
   std::string call_of(const JobCommand& command) const {

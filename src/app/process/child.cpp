@@ -28,7 +28,6 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, world_size, out_fd, listen
 
 namespace {
 
-constexpr size_t kTailLines = 20;
 constexpr char kCannotStart[] = "cannot start a rank";
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // works even if the program's file was replaced
@@ -79,18 +78,6 @@ void LinePipe::read(const std::function<void(std::string)>& take) {
   }
 }
 
-std::string LinePipe::close() {
-  fd_.reset();
-  return std::exchange(pending_, {});
-}
-
-Child::Child(int number, std::string name, const Handlers& handlers)
-    : rank(number),
-      role(std::move(name)),
-      handlers_(&handlers),
-      lines_end_(out_.open()),
-      text_end_(err_.open()) {}
-
 void Child::start(const std::function<int()>& body) {
   const pid_t launcher = getpid();
   pid_ = fork();
@@ -106,11 +93,6 @@ void Child::start(const std::function<int()>& body) {
   setpgid(pid_, pid_);  // become_rank() does so, too, because either process may run first
   lines_end_.reset();
   text_end_.reset();
-}
-
-void Child::read_pipes(bool lines) {
-  if (lines) out_.read([this](std::string line) { take_line(std::move(line)); });
-  err_.read([this](std::string line) { take_text(std::move(line)); });
 }
 
 void Child::take_line(std::string line) {
@@ -131,12 +113,6 @@ void Child::take_line(std::string line) {
   handlers_->on_event(json, std::move(line));
 }
 
-void Child::take_text(std::string line) {
-  stderr_tail.push_back(line.substr(0, line.size() - 1));
-  if (stderr_tail.size() > kTailLines) stderr_tail.erase(stderr_tail.begin());
-  handlers_->on_text(std::move(line));
-}
-
 bool Child::reap() {
   if (!alive()) return false;
   int status = 0;
@@ -155,19 +131,7 @@ bool Child::reap() {
   return true;
 }
 
-void Child::send(int signal) {
-  if (!alive()) return;
-  ended_by_us = ended_by_us || error.empty();
-  killed = killed || signal == SIGKILL;
-  kill(-pid_, signal);
-}
-
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }
-
-int Child::stopped_by() const {
-  if (!status_ || signal() || !error.empty() || !rank_end.contains("signal")) return 0;
-  return rank_end["signal"].is_string() && exit_code() > 128 ? exit_code() - 128 : 0;
-}
 
 int Child::exit_code() const {
   if (!status_) return 0;

@@ -80,13 +80,6 @@ void RankGroup::start_rank(SpawnedRank spawned, int rank) {
 
 // ---- event loop ----
 
-void RankGroup::add_to(std::vector<pollfd>& items, bool lines) const {
-  for (const Child& child : children_) {
-    items.push_back({lines ? child.out_fd() : -1, POLLIN, 0});
-    items.push_back({child.err_fd(), POLLIN, 0});
-  }
-}
-
 void RankGroup::read(bool lines) {
   for (Child& child : children_) {
     if (child.alive()) child.read_pipes(lines);
@@ -126,23 +119,6 @@ bool RankGroup::is_spared(const Child& child) const {
   const int code = child.exit_code();
   const bool is_cut_off = code == exit_code(ErrorKind::kPeerLost) && !blamed_rank(child);
   return is_cut_off || code == exit_code(ErrorKind::kResources);
-}
-
-/// Returns true if `child` replaces a lost process and could not join the job in time.
-bool RankGroup::never_met(const Child& child) const {
-  return child.is_successor && !child.ready &&
-         (child.exit_code() == exit_code(ErrorKind::kRendezvous) || child.killed);
-}
-
-bool RankGroup::is_over() const {
-  const auto is_done = [](const Child& child) { return !child.alive() && !child.failed(); };
-  return std::ranges::any_of(children_, is_done);
-}
-
-base::TimePoint RankGroup::next_deadline() const {
-  base::TimePoint next = std::min(deadline_, kill_blamed_at_);
-  for (const Child& child : children_) next = std::min(next, stopped_until(child));
-  return next;
 }
 
 void RankGroup::on_time() {
@@ -217,26 +193,12 @@ nanoseconds RankGroup::failure_grace() const {
 
 // ---- end ----
 
-/// Enters `phase` unless a later one has begun.
-void RankGroup::enter(Phase phase, nanoseconds grace) {
-  if (phase < phase_) return;
-  phase_ = phase;
-  grace_ = grace;
-  deadline_ = base::deadline_after(grace);
-}
-
 void RankGroup::end_unheard() {
   const nanoseconds grace = std::max<nanoseconds>(kTermGrace, plan_.save_grace);
   if (phase_ < Phase::kTerminating) end(SIGTERM, grace);
 }
 
 // ---- verdict ----
-
-/// Returns the child that runs `rank`; null if this launcher has no such child.
-const Child* RankGroup::find(std::optional<int> rank) const {
-  const auto child = std::ranges::find(children_, rank, &Child::rank);
-  return child == children_.end() ? nullptr : &*child;
-}
 
 /// Returns true if `child` failed, but not because of the launcher's signal. A failed save counts
 /// even after that signal, and so does a crash, whose core dump may have begun before the signal.

@@ -20,7 +20,10 @@ class LinePipe {
   /// that a rank that writes without pause does not delay the handling of signals.
   void read(const std::function<void(std::string)>& take);
   /// Closes the pipe and returns the incomplete line after the last newline.
-  std::string close();
+  std::string close() {
+    fd_.reset();
+    return std::exchange(pending_, {});
+  }
 
  private:
   net::Fd fd_;
@@ -36,16 +39,29 @@ class Child {
   };
 
   /// Creates the pipes. Throws `resources` if no pipe can be created.
-  Child(int number, std::string name, const Handlers& handlers);
+  Child(int number, std::string name, const Handlers& handlers)
+      : rank(number),
+        role(std::move(name)),
+        handlers_(&handlers),
+        lines_end_(out_.open()),
+        text_end_(err_.open()) {}
 
   /// Forks a process that exits with the result of `body`. Throws `resources` if fork() fails.
   void start(const std::function<int()>& body);
   /// Reads the pipes without blocking. Skips the pipe of JSON lines unless `lines`.
-  void read_pipes(bool lines);
+  void read_pipes(bool lines) {
+    if (lines) out_.read([this](std::string line) { take_line(std::move(line)); });
+    err_.read([this](std::string line) { take_text(std::move(line)); });
+  }
   /// Returns true if the process has just ended, after reading its remaining output.
   bool reap();
   /// Sends `signal` to the process group. Sets `ended_by_us` unless the rank has reported an error.
-  void send(int signal);
+  void send(int signal) {
+    if (!alive()) return;
+    ended_by_us = ended_by_us || error.empty();
+    killed = killed || signal == SIGKILL;
+    kill(-pid_, signal);
+  }
   /// Stops the process group, or lets it continue if `stopped` is false.
   void stop(bool stopped) {
     if (alive()) ::kill(-pid_, stopped ? SIGSTOP : SIGCONT);
@@ -69,7 +85,10 @@ class Child {
   /// Returns true if a save has made progress since the last call.
   bool take_saving() { return std::exchange(is_saving_, false); }
   /// Returns the signal on which the rank ended in good order and wrote `rank_end`; 0 if none.
-  int stopped_by() const;
+  int stopped_by() const {
+    if (!status_ || signal() || !error.empty() || !rank_end.contains("signal")) return 0;
+    return rank_end["signal"].is_string() && exit_code() > 128 ? exit_code() - 128 : 0;
+  }
   int signal() const;  ///< the signal that killed the process; 0 if none
 
   // RankGroup sets these two members.
@@ -94,7 +113,12 @@ class Child {
 
  private:
   void take_line(std::string line);
-  void take_text(std::string line);
+  void take_text(std::string line) {
+    constexpr size_t kTailLines = 20;
+    stderr_tail.push_back(line.substr(0, line.size() - 1));
+    if (stderr_tail.size() > kTailLines) stderr_tail.erase(stderr_tail.begin());
+    handlers_->on_text(std::move(line));
+  }
 
   const Handlers* handlers_;
   pid_t pid_ = -1;
@@ -139,19 +163,31 @@ class RankGroup {
   /// Returns true if the ranks are to end, for any reason.
   bool is_ending() const { return phase_ != Phase::kRunning; }
   /// Returns true if a rank has ended successfully, which means that the job is complete.
-  bool is_over() const;
+  bool is_over() const {
+    const auto is_done = [](const Child& child) { return !child.alive() && !child.failed(); };
+    return std::ranges::any_of(children_, is_done);
+  }
   const std::vector<Child>& ranks() const { return children_; }  ///< in ascending order
   double rss_mb() const { return rss_mb_; }  ///< peak memory of the largest rank that has ended
 
   // ---- called by the launcher's event loop ----
 
   /// Adds the ranks' pipes to `items` for poll(); disables the pipes of JSON lines unless `lines`.
-  void add_to(std::vector<pollfd>& items, bool lines) const;
+  void add_to(std::vector<pollfd>& items, bool lines) const {
+    for (const Child& child : children_) {
+      items.push_back({lines ? child.out_fd() : -1, POLLIN, 0});
+      items.push_back({child.err_fd(), POLLIN, 0});
+    }
+  }
   void read(bool lines);
   /// Handles ranks that have ended. Returns the lost ranks that the job continues without.
   std::vector<int> reap();
   /// Returns the time to call on_time(); kNever if there is no deadline.
-  base::TimePoint next_deadline() const;
+  base::TimePoint next_deadline() const {
+    base::TimePoint next = std::min(deadline_, kill_blamed_at_);
+    for (const Child& child : children_) next = std::min(next, stopped_until(child));
+    return next;
+  }
   void on_time();
 
   // ---- signals to the ranks ----
@@ -203,13 +239,27 @@ class RankGroup {
   base::TimePoint stopped_until(const Child& child) const;
   void on_failure(const Child& child);
   std::chrono::nanoseconds failure_grace() const;
-  void enter(Phase phase, std::chrono::nanoseconds grace);
+  /// Enters `phase` unless a later one has begun.
+  void enter(Phase phase, std::chrono::nanoseconds grace) {
+    if (phase < phase_) return;
+    phase_ = phase;
+    grace_ = grace;
+    deadline_ = base::deadline_after(grace);
+  }
   void send_to_all(int signal) {
     for (Child& child : children_) child.send(signal);
   }
-  const Child* find(std::optional<int> rank) const;
+  /// Returns the child that runs `rank`; null if this launcher has no such child.
+  const Child* find(std::optional<int> rank) const {
+    const auto child = std::ranges::find(children_, rank, &Child::rank);
+    return child == children_.end() ? nullptr : &*child;
+  }
   bool is_spared(const Child& child) const;
-  bool never_met(const Child& child) const;
+  /// Returns true if `child` replaces a lost process and could not join the job in time.
+  bool never_met(const Child& child) const {
+    return child.is_successor && !child.ready &&
+           (child.exit_code() == exit_code(base::ErrorKind::kRendezvous) || child.killed);
+  }
   bool failed_itself(const Child& child) const;
   const Child* root_cause() const;
   std::optional<Verdict> verdict_by_signal(int number) const;
