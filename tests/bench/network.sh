@@ -35,10 +35,10 @@ for prefetch in 0 1; do
     on $((rank < 2 ? rank : 2)) "$distrain" "${options[@]}" --prefetch $prefetch --rank $rank >/dev/null &
   done
   sent=$(on 0 cat /sys/class/net/eth0/statistics/tx_bytes)
-  on 0 "$distrain" "${options[@]}" --prefetch $prefetch --rank 0 >out
+  lines=$(on 0 "$distrain" "${options[@]}" --prefetch $prefetch --rank 0)
   wait
   sent=$(($(on 0 cat /sys/class/net/eth0/statistics/tx_bytes) - sent))
   jq -c --argjson sent "$sent" 'select(.event == "end" and .scope == "job")
     | {event: "bench", name: "hybrid", prefetch: '$prefetch', steps_per_s, sent_mb: ($sent / 1e6),
-       link: ($sent * 8 / 1e9 / .train_s)}' out
+       link: ($sent * 8 / 1e9 / .train_s)}' <<<"$lines"
 done
