@@ -72,6 +72,12 @@ void Evaluation::add(const Evaluation& other) {
   append(negative, other.negative);
 }
 
+void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
+  samples += targets.numel();
+  right = right.value_or(0) + (scores.argmax(1) == targets).sum().item<int64_t>();
+  loss_sum += more_loss;
+}
+
 void Share::each_batch(int64_t n, int64_t batch_size,
                        const std::function<void(std::span<const int64_t>)>& use) const {
   for (int64_t at = first(n); at < end(n); at += batch_size) {

@@ -79,11 +79,7 @@ struct Evaluation {
   static Evaluation of_binary(const at::Tensor& logits, const at::Tensor& targets);
   void add(const Evaluation& other);
   /// Adds examples: `scores` [n, classes], int64 `targets` [n], and the sum of their losses.
-  void add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
-    samples += targets.numel();
-    right = right.value_or(0) + (scores.argmax(1) == targets).sum().item<int64_t>();
-    loss_sum += more_loss;
-  }
+  void add(const at::Tensor& scores, const at::Tensor& targets, double more_loss);
   double loss() const { return loss_sum / static_cast<double>(samples); }
   bool has_auc() const { return !positive.empty() || !negative.empty(); }
   /// Returns the area under the ROC curve: the share of the pairs of a positive and a negative
