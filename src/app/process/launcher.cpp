@@ -61,7 +61,7 @@ class Launcher {
     lost_.clear();
     group_->start(told());
     if (restarts_ == plan_.max_restarts) listener_.reset();
-    while (group_->any_alive() || has_lost_to_start()) wait_once();
+    while (group_->any_alive() || has_lost_to_start() || awaits_hang_up()) wait_once();
     has_met_ = has_met_ || group_->has_met();
     hear_of_run();
     return group_->verdict(ended_by_signal_);
@@ -178,7 +178,9 @@ class Launcher {
                               {write_error_ ? -1 : output_.fd(), writable, 0}};
     group_->add_to(items, takes_lines());
     poll(items.data(), items.size(), poll_timeout_ms());
-    if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) on_write_error(EPIPE);
+    if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) {
+      on_write_error(isatty(output_.fd()) == 1 || errno == EIO ? EIO : EPIPE);
+    }
     group_->read(takes_lines());
     signalfd_siginfo info;
     while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) {
@@ -196,6 +198,7 @@ class Launcher {
 
   int poll_timeout_ms() const {
     base::TimePoint next = std::min({wake_at_, group_->next_deadline(), display_.next_tick()});
+    if (awaits_hang_up()) next = std::min(next, hang_up_by_);
     for (const auto& [rank, its] : lost_) next = std::min(next, its.at);
     if (next == base::kNever) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - base::Clock::now());
@@ -242,7 +245,13 @@ class Launcher {
   void on_write_error(int error) {
     if (write_error_ || !error) return;
     write_error_ = error;
+    if (error == EIO) hang_up_by_ = base::deadline_after(kHangUp);
     group_->end_unheard();
+  }
+
+  /// Returns true if a terminal may have closed and its SIGHUP, the cause to report, is yet to come.
+  bool awaits_hang_up() const {
+    return !ended_by_signal_ && base::Clock::now() < hang_up_by_;
   }
 
   // ---- end ----
@@ -348,6 +357,7 @@ class Launcher {
   std::optional<std::string> newest_at_first_, newest_;  // checkpoint at first and latest start
   nanoseconds pause_{0};
   base::TimePoint wake_at_ = base::kNever;
+  base::TimePoint hang_up_by_{};
   int ended_by_signal_ = 0;
   base::TimePoint signalled_at_{};
   bool is_finishing_ = false;

@@ -21,6 +21,8 @@ int exit_code_of_write_error(int error, bool say_so = true);
 
 /// How long a process that a signal ends waits for stdout's reader, which may have stopped reading.
 inline constexpr auto kReaderGrace = std::chrono::seconds(2);
+/// How long after a write to a closed terminal (EIO) to wait for SIGHUP.
+inline constexpr auto kHangUp = std::chrono::seconds(2);
 
 /// Queues lines, so that a slow reader does not block the writing thread, which also handles
 /// signals. The descriptor stays in blocking mode, because it may be shared with a shell. So writes

@@ -384,13 +384,17 @@ class RankProcess final : public job::EventSink {
   /// Returns the errno of the failed write to stdout; 0 if no write failed, or a signal has come.
   int unheard() const { return stop_.number() == 0 ? write_error_.load() : 0; }
 
-  /// Exits because stdout cannot be written. Reports a pending signal as the cause instead: Ctrl-C
-  /// also ends stdout's reader, and a terminal that closes also closes stdout.
+  /// Exits because stdout cannot be written. Reports a signal as the cause instead: Ctrl-C also ends
+  /// stdout's reader, and a terminal that closes fails writes (EIO) shortly before SIGHUP arrives.
   [[noreturn]] void leave_unheard(int error) {
     const sigset_t set = ending_signals();
-    const timespec now{};
-    const int number = sigtimedwait(&set, nullptr, &now);
-    if (number <= 0) leave(exit_code_of_write_error(error, !run_.job.spawned));
+    const timespec look_again{.tv_sec = 0, .tv_nsec = 10'000'000};
+    const base::TimePoint until = base::deadline_after(error == EIO ? kHangUp : kHangUp.zero());
+    int number = 0;
+    do {
+      number = std::max(sigtimedwait(&set, nullptr, &look_again), stop_.number());
+    } while (number == 0 && base::Clock::now() < until);
+    if (number == 0) leave(exit_code_of_write_error(error, !run_.job.spawned));
     const Cause cause = cause_by_signal(number, identity().rank);
     say(cause.message);
     leave(cause.exit_code);
