@@ -14,9 +14,16 @@ using rpc::AgentOptions;
 
 namespace {
 
+// Options of rank 1 of three. If `rejoins`, it retries until rank 0 has noticed a former rank 1's end.
+AgentOptions options_of_one(uint16_t port, bool rejoins) {
+  AgentOptions options = options_for(1, 3, port);
+  options.rejoins = rejoins;
+  return options;
+}
+
 // Checks that ranks 1 and 2 of three can join rank 0 after a test's faults.
-void check_three_join(Joining& zero) {
-  Joining one(options_for(1, 3, zero.agent().port()));
+void check_three_join(Joining& zero, bool rejoins = false) {
+  Joining one(options_of_one(zero.agent().port(), rejoins));
   Joining two(options_for(2, 3, zero.agent().port()));
   CHECK(one.joined());
   CHECK(two.joined());
@@ -126,11 +133,11 @@ TEST_CASE("a joining rank that disconnects during the meeting frees its place") 
 }
 
 TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is free again") {
-  const bool on_own_thread = GENERATE(false, true);
+  const bool on_own_thread = GENERATE(false, true);  // if true, kill() does not wait for the end
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();
   for (int i = 0; i < 5; ++i) {
-    Joining one(options_for(1, 3, port));
+    Joining one(options_of_one(port, on_own_thread));
     while (!one.agent().is_admitted() && !one.ended()) std::this_thread::sleep_for(1ms);
     if (on_own_thread) {
       one.agent().executor().post([&] { one.kill(); });
@@ -140,7 +147,7 @@ TEST_CASE("a join that waits fails when its agent is destroyed, and its rank is 
     CHECK(one.result().message == "this rank is shutting down");
     let_rank_0_catch_up(port);
   }
-  check_three_join(zero);
+  check_three_join(zero, on_own_thread);
 }
 
 TEST_CASE("a join fails when its agent is destroyed while the rank prepares") {
