@@ -14,7 +14,8 @@ using rpc::AgentOptions;
 
 namespace {
 
-// Options of rank 1 of three. If `rejoins`, it retries until rank 0 has noticed a former rank 1's end.
+// Options of rank 1 of three. If `rejoins`, it retries until rank 0 has noticed a former rank 1's
+// end.
 AgentOptions options_of_one(uint16_t port, bool rejoins) {
   AgentOptions options = options_for(1, 3, port);
   options.rejoins = rejoins;
