@@ -27,14 +27,14 @@ using EventLoopPtr = std::shared_ptr<EventLoop>;
 /// Polls with sched_yield() before a wait blocks; each thread has its own object.
 ///
 /// Waking a thread on a sleeping core takes 20 to 40 µs in a virtual machine, longer than a small
-/// call. So a wait first polls for up to `kWindow`, and yields between polls so that other threads
-/// can run on this core. If a yield brings no progress and takes longer than `kSlowYield`, the
-/// cores are busy, so the thread stops polling for 20 ms. Each further slow yield doubles that
-/// pause, up to 1 s.
+/// call. So a wait first polls for up to `kWindow`, about as long as another rank takes for its
+/// part of a small step, and yields between polls so that other threads can run on this core. If a
+/// yield brings no progress and takes longer than `kSlowYield`, the cores are busy, so the thread
+/// stops polling for 20 ms. Each further slow yield doubles that pause, up to 1 s.
 class AdaptivePoll {
  public:
-  static constexpr Duration kWindow = std::chrono::microseconds(50);
-  static constexpr Duration kSlowYield = std::chrono::microseconds(100);
+  static constexpr Duration kWindow = std::chrono::microseconds(200);
+  static constexpr Duration kSlowYield = std::chrono::microseconds(300);
   static constexpr Duration kFirstPause = std::chrono::milliseconds(20);
   static constexpr Duration kLongestPause = std::chrono::seconds(1);
 
@@ -71,8 +71,9 @@ class AdaptivePoll {
   /// wait until the kernel's next tick, up to 4 ms. Does nothing if no thread of the process polls,
   /// or if other threads have kept the core for so long that polling is paused.
   void offer_core() {
+    if (polling_.load(std::memory_order_relaxed) == 0) return;
     const TimePoint before = Clock::now();
-    if (polling_.load(std::memory_order_relaxed) == 0 || !allowed(before)) return;
+    if (!allowed(before)) return;
     sched_yield();
     const TimePoint now = Clock::now();
     note_yield(now - before, false, now);
