@@ -38,7 +38,9 @@ struct IsFuture<Future<T>> : std::true_type {
   using Value = T;
 };
 
-/// The state shared by a promise and its futures. The result is set once.
+/// The state shared by a promise and its futures. The result is set once. A thread that calls a
+/// function holds a reference to the state, because a thread that waits may drop the last other
+/// one.
 template <class V>
 class FutureState {
  public:
@@ -70,9 +72,8 @@ class FutureState {
       queued_work_ = std::move(before);
       callbacks.swap(callbacks_);
       ready_.store(true, std::memory_order_release);
-      // Notify under the lock: the last waiter may destroy this state right after it wakes.
-      condition_.notify_all();
     }
+    condition_.notify_all();  // without the lock, for which a woken thread would wait again
     for (Callback& callback : callbacks) callback(*result_);
     if (cancelled && tell) tell();
     return true;
