@@ -60,7 +60,7 @@ base::Future<void> Pass::run_roots(const std::vector<at::Tensor>& roots) {
   base::Future<void> done;
   {
     std::lock_guard lock(mutex_);
-    done = done_.emplace().future();
+    done = done_.emplace(agent_.event_loop()).future();
     waker_.emplace(nullptr);
     for (size_t i = 0; i < roots.size(); ++i) {
       deliver_locked(roots_[i], at::ones_like(roots[i]), std::nullopt);

@@ -385,7 +385,10 @@ void backward(rpc::Agent& agent, uint64_t id, const std::vector<at::Tensor>& roo
   }
   InitiatedPass initiated(agent, state, options);
   const base::Future<void> ended = initiated.run(roots);
-  initiated.or_fail([&] { ended.wait(); });
+  initiated.or_fail([&] {
+    agent.run_calls_until(ended, kGradientsFunction, id);
+    ended.wait();
+  });
   initiated.end();
   initiated.pass->join_streams();
 }

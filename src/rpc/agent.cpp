@@ -192,6 +192,11 @@ Traffic Agent::traffic() const { return core_->traffic(); }
 const std::shared_ptr<base::Tracer>& Agent::tracer() const { return core_->options.tracer; }
 base::Executor& Agent::executor() { return core_->executor; }
 base::Executor& Agent::inline_executor() { return *core_->inline_executor; }
+base::EventLoopPtr Agent::event_loop() const { return core_->loop.event_loop(); }
+void Agent::run_calls_until(const base::Future<void>& done, std::string_view function,
+                            uint64_t key) {
+  core_->run_calls_until(done, function, key);
+}
 Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }
 void Agent::add_layer(const std::weak_ptr<Layer>& layer) { core_->layers.add(layer); }
 void Agent::set_autograd_hook(std::shared_ptr<AutogradHook> hook) { core_->hook = std::move(hook); }

@@ -56,6 +56,21 @@ class WorkerExecutor final : public base::Executor {
 /// Name of the function by which the caller of a failed remote() call fails the value on its owner.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
+/// A call that a thread receives while it polls, and that the thread itself is to run.
+class OwnCall {
+ public:
+  OwnCall(std::string_view function, uint64_t key) : function_(function), key_(key) {}
+  /// Moves `call` here if it is one of run_calls_until(). Holds one call at a time.
+  bool take(QueuedCall& call);
+  std::optional<QueuedCall> taken;
+
+ private:
+  const std::string_view function_;
+  const uint64_t key_;
+};
+/// What this thread takes; null if it leaves all calls to workers.
+OwnCall*& own_call();
+
 /// Gives replies, which may outlive the agent, access to it until it ends. Thread-safe.
 class ReplyGate {
  public:
@@ -127,6 +142,7 @@ class AgentCore {
     executor.enter_device();
   }
   /// Writes or queues a frame. Returns the error of a lost rank, or `peer_lost` if `to` has left.
+  void run_calls_until(const base::Future<void>& done, std::string_view function, uint64_t key);
   base::Status send(int to, net::OutFrame frame) {
     bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
     return peers.send(to, std::move(frame));
@@ -255,6 +271,7 @@ class AgentCore {
   }
   void queue_call(QueuedCall&& call) {
     call.arrived = base::Clock::now();
+    if (OwnCall* const own = own_call(); own && own->take(call)) return;
     queued_calls_.push(std::move(call));
     // Posts one task for each call. If calls were cancelled or parked, some tasks find no call.
     pool.post([this] {

@@ -324,6 +324,14 @@ class Agent {
   /// often the loop thread.
   base::Executor& inline_executor();
 
+  /// Returns the loop for base::Promise: a thread that polls for a promise's value runs this loop.
+  base::EventLoopPtr event_loop() const;
+
+  /// Polls for `done`, and meanwhile runs on this thread the calls of the raw function `function`
+  /// whose body begins with `key`, if this thread itself receives them. Returns after a short time,
+  /// or at once on an accelerator, even if `done` is still pending.
+  void run_calls_until(const base::Future<void>& done, std::string_view function, uint64_t key);
+
   /// Notifies `layer` of lost ranks, including those lost already, as long as the layer exists.
   void add_layer(const std::weak_ptr<Layer>& layer);
 

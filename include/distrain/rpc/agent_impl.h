@@ -292,7 +292,7 @@ base::Future<void> RRef<T>::created() const {
     return handle_->owned()->value.future().shared().then(handle_->agent().inline_executor(),
                                                           [](std::shared_ptr<void>&) {});
   }
-  const auto promise = std::make_shared<base::Promise<void>>();
+  const auto promise = std::make_shared<base::Promise<void>>(handle_->agent().event_loop());
   handle_->created().state()->on_ready([promise](base::Status& call) {
     if (!call.ok()) promise->fail(call.error());
   });

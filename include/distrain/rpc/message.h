@@ -88,6 +88,10 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<uint64_t>& transfers = {},
                        const std::vector<base::BufferPtr>& rests = {});
 
+/// Returns a reader of what Encoder::out wrote into a frame without tensors of devices. Throws
+/// `protocol` for others.
+wire::Reader body_of(const net::InFrame& frame);
+
 /// Decodes a frame of rank `from`. Throws `protocol` if descriptors and payload do not match. Must
 /// not run on the loop, because it allocates tensors. Takes its transfers out of `device_receive`
 /// and gives its RRefs to `receiver` (both may be null), even if it throws afterwards.

@@ -81,6 +81,43 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
   send([](Encoder&) {});
 }
 
+OwnCall*& own_call() {
+  thread_local OwnCall* here = nullptr;
+  return here;
+}
+
+bool OwnCall::take(QueuedCall& call) {
+  if (taken || call.message) return false;
+  try {
+    wire::Reader in = body_of(call.frame);
+    if (in.get_string() != function_) return false;
+    in.get<uint32_t>();  // the time that its caller waits
+    if (in.get<CallMode>() != CallMode::kCall || in.get<uint64_t>() != key_) return false;
+  } catch (const Exception&) {  // a worker tells the caller
+    return false;
+  }
+  taken = std::move(call);
+  return true;
+}
+
+// While a call runs, this thread takes no further one, because the running one may wait for it.
+void AgentCore::run_calls_until(const base::Future<void>& done, std::string_view function,
+                                uint64_t key) {
+  if (!devices.home().is_cpu()) return;
+  OwnCall own(function, key);
+  const auto poll = [&] {
+    OwnCall* const outer = std::exchange(own_call(), &own);
+    base::thread_state().poll.poll([&] { return done.done() || own.taken; },
+                                   loop.event_loop().get());
+    own_call() = outer;
+    return own.taken.has_value();
+  };
+  while (poll()) {
+    const TorchStateGuard guard;
+    execute(*std::exchange(own.taken, std::nullopt));
+  }
+}
+
 void AgentCore::execute(QueuedCall&& call) {
   if (closed_) return;  // callers are notified that this rank is lost
   const int from = call.from;

@@ -185,6 +185,17 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
   return frame;
 }
 
+wire::Reader body_of(const net::InFrame& frame) {
+  wire::Reader meta(frame.meta);
+  const uint32_t count = frame.header.tensor_count;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (!wire::decode_tensor_desc(meta).device.is_cpu()) wire::Reader::fail("a device's tensor");
+  }
+  for (uint32_t i = 0; frame.header.autograd_id != 0 && i < count; i += 8) meta.get<uint8_t>();
+  read_tickets(meta);
+  return meta;
+}
+
 InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager,
                      DeviceReceive* device_receive, RRefContext* receiver) {
   InMessage message;
