@@ -247,8 +247,7 @@ with --hash-bits.)")
           })
           .check(check)
           .gpus([](const HybridOptions& options, const std::string& rank) {
-            const bool holds_rows = options.is_sharded() && rank.starts_with("ps");
-            return holds_rows ? std::optional(0) : std::nullopt;
+            return options.is_sharded() && rank.starts_with("ps") ? std::optional(0) : std::nullopt;
           })
           .saving_role([](const HybridOptions& options) {
             return options.is_sharded() ? std::string("ps") : std::string();

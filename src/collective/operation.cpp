@@ -194,14 +194,8 @@ bool Operation::done() {
   std::unique_lock lock(core_->mutex_);
   look_locked();
   while (state_locked() == OperationState::kReady) run_locked(lock);
-  if (state_locked() == OperationState::kCollecting && base::Clock::now() >= deadline_) {
-    expire_locked();
-  }
+  if (base::Clock::now() >= deadline_) expire_locked();
   return state_locked() == OperationState::kDone;
-}
-
-void Operation::expire_locked() {
-  if (state_locked() == OperationState::kCollecting) fail_locked(deadline_error_locked());
 }
 
 void Operation::expire() {
@@ -316,12 +310,6 @@ void Operation::run_first_steps(std::unique_lock<std::mutex>& lock) {
   while (state_locked() == OperationState::kReady && step_ + 1 < steps_ &&
          (step_ == 0 || spec_.bytes <= SharedSpace::kSlotBytes)) {
     run_locked(lock);
-  }
-}
-
-void Operation::look_locked() {
-  if (is_shared() && state_locked() == OperationState::kCollecting && !lacks_any(step_)) {
-    transition_locked(OperationState::kReady);
   }
 }
 

@@ -121,7 +121,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void deliver_locked(int from, rpc::ChannelMessage message);
   std::optional<base::Error> check_locked(int from, const rpc::ChannelMessage& message) const;
   void fail_locked(base::Error error);
-  void expire_locked();
+  void expire_locked() {
+    if (state_locked() == OperationState::kCollecting) fail_locked(deadline_error_locked());
+  }
   void end_locked(std::optional<base::Error> error);
   void settle_locked();
   void run_locked(std::unique_lock<std::mutex>& lock);
@@ -132,7 +134,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// except the reduction of a large tensor.
   void run_first_steps(std::unique_lock<std::mutex>& lock);
   /// Makes a shared operation Ready if the marks of the current step are complete.
-  void look_locked();
+  void look_locked() {
+    if (is_shared() && state_locked() == OperationState::kCollecting && !lacks_any(step_)) {
+      transition_locked(OperationState::kReady);
+    }
+  }
   /// Returns true if the current step or a later one lacks a message of group rank `from`.
   bool waits_for_locked(int from) const {
     for (int step = step_; step < steps_; ++step) {

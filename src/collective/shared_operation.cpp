@@ -85,8 +85,7 @@ class SharedOperation final : public Operation {
     if (step == kEnter) enter();
     if (step == kReduce && reduces(core().rank())) reduce_chunk();
     if (step == kCollect && !is_in_place()) collect();
-    const bool is_last = step == (is_direct_ ? kReduce : kCollect);
-    if (!is_last) return;
+    if (step != (is_direct_ ? kReduce : kCollect)) return;
     if (tensor_.defined() && !work_.is_same(tensor_)) tensor_.copy_(work_);
     // Other threads may hold this object for a while, but the caller may free the tensor.
     tensor_ = work_ = at::Tensor();

@@ -14,8 +14,7 @@ at::Generator keyed_generator(std::initializer_list<uint64_t> key) {
 
 at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
                    c10::Device device) {
-  const at::Tensor drawn = at::empty(sizes, at::kFloat).uniform_(-bound, bound, generator);
-  return rpc::to_device(drawn, device);
+  return rpc::to_device(at::empty(sizes, at::kFloat).uniform_(-bound, bound, generator), device);
 }
 
 at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p) {

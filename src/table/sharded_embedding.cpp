@@ -366,8 +366,7 @@ double ShardedEmbedding::norm_squared() const {
     for (size_t server = 0; server < plan.ids().size(); ++server) {
       const auto& its = views.emplace_back(parts_of(plan.ids()[server], dim_of));
       for (const int query : part.queries) {
-        const PartView& view = its[static_cast<size_t>(query)];
-        all.push_back({&view, plan.of_server(gradient, server)});
+        all.push_back({&its[static_cast<size_t>(query)], plan.of_server(gradient, server)});
       }
     }
   }
