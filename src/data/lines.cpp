@@ -3,10 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include <fmt/format.h>
-
-#include "distrain/base/error.h"
-
 namespace distrain::data {
 
 namespace {
@@ -80,13 +76,6 @@ bool LineReader::fill() {
              std::string_view(buffer_.data() + filled_, got));
   filled_ += got;
   return got > 0;
-}
-
-void LineReader::check_size() const {
-  const uint64_t size = reader_.file().current_size();
-  if (file_.kind == SourceFile::Kind::kPipe || size == file_.size) return;
-  base::bad_data(fmt::format("{}: changed while it was read: it had {} bytes and now has {}",
-                             file_.path, file_.size, size));
 }
 
 std::string LineReader::place(size_t at) const {

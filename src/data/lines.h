@@ -6,6 +6,9 @@
 #include <string_view>
 #include <vector>
 
+#include <fmt/format.h>
+
+#include "distrain/base/error.h"
 #include "distrain/store/file.h"
 #include "source_files.h"
 
@@ -41,7 +44,12 @@ class LineReader {
  private:
   std::optional<std::string_view> read_line();
   bool fill();
-  void check_size() const;
+  void check_size() const {
+    const uint64_t size = reader_.file().current_size();
+    if (file_.kind == SourceFile::Kind::kPipe || size == file_.size) return;
+    base::bad_data(fmt::format("{}: changed while it was read: it had {} bytes and now has {}",
+                               file_.path, file_.size, size));
+  }
 
   const SourceFile file_;
   const std::optional<store::InputFile::Waiting> waiting_;

@@ -187,13 +187,6 @@ net::Stream::Handler ControlPlane::watch_peer_on_loop(int rank, const net::Strea
   return watched(link, std::move(handler));
 }
 
-std::optional<Credentials> ControlPlane::credentials_on_loop(wire::HelloPurpose purpose) const {
-  if (!protocol_) return std::nullopt;
-  if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
-  if (protocol_->secret().empty()) return std::nullopt;
-  return Credentials{identity_, protocol_->secret() + options_.token};
-}
-
 std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
                                                  Acceptor::AuthenticatedPeer peer) {
   if (!protocol_) return rendezvous_error("this rank is leaving");

@@ -167,7 +167,12 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
     if (auto joining = std::exchange(joining_, std::nullopt)) joining->complete(joined);
   }
   bool is_put_off_on_loop(const Error& error) const;
-  void listen_by_unix_socket();
+  void listen_by_unix_socket() {
+    if (unix_name_.empty()) return;
+    base::Result<net::Fd> socket = net::listen_unix(unix_name_);
+    if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
+    if (!options_.rank_0_unix_name.empty()) throw Exception(socket.error());  // otherwise, uses TCP
+  }
   /// Returns the name of this host's unix socket for joining; empty if unused.
   std::string meeting_name() const {
     if (host_key_.empty() || !options_.rank_0_unix_name.empty()) return {};
@@ -201,7 +206,12 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   }
   wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
 
-  std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
+  std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const {
+    if (!protocol_) return std::nullopt;
+    if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
+    if (protocol_->secret().empty()) return std::nullopt;
+    return Credentials{identity_, protocol_->secret() + options_.token};
+  }
   std::optional<Error> admit_on_loop(const net::StreamPtr& stream,
                                      Acceptor::AuthenticatedPeer peer);
   std::optional<Error> admit_member_on_loop(const net::StreamPtr& stream,

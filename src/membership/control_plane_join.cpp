@@ -62,13 +62,6 @@ void ControlPlane::run(const std::function<wire::RankDevices()>& prepare) {
   wait_until_ready(may_wait ? deadline + kRank0Grace : deadline, prepare);
 }
 
-void ControlPlane::listen_by_unix_socket() {
-  if (unix_name_.empty()) return;
-  base::Result<net::Fd> socket = net::listen_unix(unix_name_);
-  if (socket.ok()) return acceptor_->listen(std::move(socket.unchecked()));
-  if (!options_.rank_0_unix_name.empty()) throw Exception(socket.error());  // otherwise, uses TCP
-}
-
 void ControlPlane::begin_as_coordinator() {
   if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
   const std::string host = net::local_name(rank_0_socket_.get()).host;

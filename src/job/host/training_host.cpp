@@ -1,6 +1,5 @@
 #include "host/training_host.h"
 
-#include <cmath>
 #include <numeric>
 
 #include <ATen/Parallel.h>
@@ -312,14 +311,6 @@ void TrainingHost::report(Seat seat, const Report& report) {
   for (const auto& [name, value] : report.maxima) {
     metrics_[name] = std::max(value, metrics_.value(name, value));
   }
-}
-
-/// Adds the mean loss of the steps since the last evaluation to `fields`, if there were any steps.
-void TrainingHost::add_loss(Json& fields) const {
-  if (total_.steps == 0) return;
-  const double loss = total_.loss / static_cast<double>(total_.steps);
-  fields["loss"] = loss;
-  if (plan_->unit == Unit::kWords) fields["perplexity"] = std::exp(loss);
 }
 
 void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {

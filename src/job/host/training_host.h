@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 
 #include "distrain/base/executor.h"
 #include "distrain/job/definition.h"
@@ -107,7 +108,13 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   void check_seat_locked(Seat seat) const;
   void read_position(const Snapshot& snapshot);
   void check_other_trainers(const Snapshot& snapshot, int64_t saved) const;
-  void add_loss(Json& fields) const;
+  /// Adds the mean loss of the steps since the last evaluation to `fields`, if there were any.
+  void add_loss(Json& fields) const {
+    if (total_.steps == 0) return;
+    const double loss = total_.loss / static_cast<double>(total_.steps);
+    fields["loss"] = loss;
+    if (plan_->unit == Unit::kWords) fields["perplexity"] = std::exp(loss);
+  }
   void on_evaluated(const Position& position, bool whole_epoch);
   void tell_evaluation(const char* set, const Evaluation& evaluation, const Position& position);
   void save(const Position& position);

@@ -9,12 +9,9 @@
 #include <numeric>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Functions.h>
 
-#include "distrain/autograd/parameter_versions.h"
 #include "distrain/nn/random.h"
 #include "distrain/nn/sized_by.h"
-#include "distrain/rpc/to_device.h"
 #include "distrain/table/sharded_embedding.h"
 
 /// Sends the vocabulary of all trainers; null if the data are not streams.
@@ -255,11 +252,6 @@ EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t
   weight_.requires_grad_();
 }
 
-at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
-  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return rpc::for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
-}
-
 at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
   const c10::Device device = weight_.device();
   rpc::check_rows(indices, weight_);
@@ -267,12 +259,6 @@ at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& o
                                        rpc::to_device(offsets, device),
                                        /*scale_grad_by_freq=*/false,
                                        /*mode: sum*/ 0, /*sparse=*/true));
-}
-
-at::Tensor HybridOptions::loss(const at::Tensor& scores, const at::Tensor& targets) const {
-  if (targets.numel() == 0) return scores.sum();  // 0, where a mean would be NaN
-  if (!is_binary()) return at::cross_entropy_loss(scores, targets);
-  return at::binary_cross_entropy_with_logits(scores.flatten(), targets.to(scores.dtype()));
 }
 
 std::string HybridOptions::sharded_option() const {
@@ -299,11 +285,6 @@ DenseImpl::DenseImpl(int64_t inputs, int64_t outputs, uint64_t seed, c10::Device
                                 return nn::uniform({outputs, inputs}, bound, generator, device);
                               }));
   bias = register_parameter("bias", nn::uniform({outputs}, bound, generator, device));
-}
-
-at::Tensor DenseImpl::forward(at::Tensor x) const {
-  for (const auto& layer : hidden_) x = at::relu(layer->forward(x));
-  return at::linear(x, weight, bias);
 }
 
 void expose_hybrid(rpc::Agent& agent) {

@@ -8,10 +8,13 @@
 #include <string>
 #include <vector>
 
+#include <ATen/Functions.h>
 #include <torch/nn/pimpl.h>
 
+#include "distrain/autograd/parameter_versions.h"
 #include "distrain/data/remote_stream.h"
 #include "distrain/job/definition.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -75,7 +78,11 @@ struct HybridOptions : job::TrainerOptions {
   std::string sharded_option() const;
   /// Returns the mean loss of `scores` [n, outputs] for int64 `targets` [n]: cross-entropy, or log
   /// loss for the binary task. Returns 0 if n is 0.
-  at::Tensor loss(const at::Tensor& scores, const at::Tensor& targets) const;
+  at::Tensor loss(const at::Tensor& scores, const at::Tensor& targets) const {
+    if (targets.numel() == 0) return scores.sum();  // 0, where a mean would be NaN
+    if (!is_binary()) return at::cross_entropy_loss(scores, targets);
+    return at::binary_cross_entropy_with_logits(scores.flatten(), targets.to(scores.dtype()));
+  }
 };
 
 /// Random batches as in PyTorch's tutorial on combining DDP with RPC.
@@ -195,7 +202,10 @@ class EmbeddingTable {
   EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed, const std::string& device);
 
   /// Maps int64 `indices` [n] and `offsets` [bags] to float [bags, dim].
-  at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
+  at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
+    const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+    return rpc::for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
+  }
   at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
   std::vector<at::Tensor> parameters() { return {weight_}; }
   rpc::NamedTensors named_parameters() const { return {{"embedding.weight", weight_}}; }
@@ -211,7 +221,10 @@ class DenseImpl : public torch::nn::Module {
   DenseImpl(int64_t inputs, int64_t outputs, uint64_t seed, c10::Device device,
             const std::vector<int64_t>& hidden = {});
   /// Maps [n, inputs] to [n, outputs].
-  at::Tensor forward(at::Tensor x) const;
+  at::Tensor forward(at::Tensor x) const {
+    for (const auto& layer : hidden_) x = at::relu(layer->forward(x));
+    return at::linear(x, weight, bias);
+  }
   /// Returns the names of the parameters, in the order of parameters(), with "fc." before each.
   std::vector<std::string> names() const {
     std::vector<std::string> names;

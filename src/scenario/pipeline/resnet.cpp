@@ -268,13 +268,6 @@ at::Tensor ConvNorm::forward(const at::Tensor& x, bool training) const {
   return at::batch_norm(y, scale, shift, running_mean, running_var, training, 0.1, 1e-5, false);
 }
 
-at::Tensor ResidualBlock::forward(const at::Tensor& x, bool training) const {
-  at::Tensor y = x;
-  for (size_t i = 0; i + 1 < layers.size(); ++i) y = layers[i].forward(y, training).relu_();
-  y = layers.back().forward(y, training);
-  return y.add_(downsample ? downsample->forward(x, training) : x).relu_();
-}
-
 ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange blocks,
                          uint64_t seed, c10::Device device)
     : device_(device) {

@@ -71,7 +71,12 @@ struct ResidualBlock {
   std::vector<ConvNorm> layers;
   std::optional<ConvNorm> downsample;  ///< in the shortcut, if the block changes the shape
 
-  at::Tensor forward(const at::Tensor& x, bool training) const;
+  at::Tensor forward(const at::Tensor& x, bool training) const {
+    at::Tensor y = x;
+    for (size_t i = 0; i + 1 < layers.size(); ++i) y = layers[i].forward(y, training).relu_();
+    y = layers.back().forward(y, training);
+    return y.add_(downsample ? downsample->forward(x, training) : x).relu_();
+  }
 };
 
 /// Consecutive blocks of a ResNet (He et al., CVPR 2016) as in torchvision (v1.5: the stride is in

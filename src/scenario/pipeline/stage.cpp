@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/job/job.h"
 #include "distrain/rpc/to_device.h"
 #include "distrain/store/named_tensors.h"
 
@@ -45,13 +44,6 @@ rpc::RRef<rpc::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) c
     if (buffer.is_cpu()) all.at(name) = buffer.clone();
   }
   return call.agent.make_rref(std::move(all));
-}
-
-void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row,
-                                int64_t samples) {
-  const double batch_s = call.agent.local<job::Job>().inject.stage_sleep_s;
-  sleep_s_ = batch_s / static_cast<double>(samples);
-  passes_.begin(call.agent, std::move(row));
 }
 
 at::Tensor PipelineStage::compute(const at::Tensor& input) const {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "distrain/job/job.h"
 #include "distrain/nn/pipeline.h"
 #include "distrain/rpc/agent.h"
 #include "resnet.h"
@@ -22,7 +23,11 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   PipelineStage(const std::string& model, int64_t classes, int64_t image_size, int64_t first_block,
                 int64_t last_block, uint64_t seed, const std::string& device);
 
-  void begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row, int64_t samples);
+  void begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row, int64_t samples) {
+    const double batch_s = call.agent.local<job::Job>().inject.stage_sleep_s;
+    sleep_s_ = batch_s / static_cast<double>(samples);
+    passes_.begin(call.agent, std::move(row));
+  }
   nn::StageReport end_batch() { return passes_.end(); }
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch) {

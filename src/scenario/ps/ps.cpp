@@ -11,10 +11,6 @@
 
 #include <ATen/Functions.h>
 #include <c10/util/accumulate.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
-#include "distrain/autograd/parameter_versions.h"
-#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -90,12 +86,6 @@ PsPass ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
   if (servers_ == 1) tensors = {forward(tensors, images, dropout_of(dropout_key), dropout_rate)};
   for (at::Tensor& each : tensors) each = rpc::for_rank(call.agent, call.caller.rank, each);
   return {std::move(tensors), progress.updates, progress.lead};
-}
-
-at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
-  const at::NoGradGuard no_grad;
-  const auto versions = autograd::current_versions(call.agent, parameters_);
-  return rpc::for_rank(call.agent, call.caller.rank, forward(versions, images, nn::Dropout()));
 }
 
 std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t context) {
@@ -302,8 +292,7 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   // Predicts the trainers' shares in turn, so that the batches equal those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::ImageBatch& batch) {
-      const auto& parameters = net.parameters();
-      predictions.tell_labels(ConvNet::forward(parameters, batch.images, nn::Dropout()),
+      predictions.tell_labels(ConvNet::forward(net.parameters(), batch.images, nn::Dropout()),
                               batch.labels);
     });
   }

@@ -6,10 +6,14 @@
 #include <string>
 #include <vector>
 
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/parameter_versions.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/images.h"
 #include "distrain/job/definition.h"
 #include "distrain/nn/random.h"
+#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -128,7 +132,11 @@ class ConvNet {
   /// versions instead, for a pass on the trainer.
   PsPass forward_training(rpc::CallContext& call, at::Tensor images,
                           std::optional<uint64_t> dropout_key, std::optional<double> dropout_rate);
-  at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images);
+  at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images) {
+    const at::NoGradGuard no_grad;
+    const auto versions = autograd::current_versions(call.agent, parameters_);
+    return rpc::for_rank(call.agent, call.caller.rank, forward(versions, images, nn::Dropout()));
+  }
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call) {
     std::vector<rpc::RRef<at::Tensor>> rrefs;
     for (const at::Tensor& each : parameters_) rrefs.push_back(call.agent.make_rref(each));

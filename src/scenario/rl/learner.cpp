@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include <ATen/Functions.h>
-#include <fmt/format.h>
 
 #include "distrain/base/trace.h"
 #include "rl.h"
@@ -48,13 +47,6 @@ void Learner::keep_in(job::TrainingPlan& training) {
   training.keep("", std::move(policy));
   training.keep(optimizer_);
   training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
-}
-
-void Learner::begin_episode(int64_t episode) {
-  std::lock_guard lock(mutex_);
-  for (Trajectory& each : trajectories_) each = {};
-  if (now_.at == base::TimePoint{}) begun_.at = logged_.at = base::Clock::now();
-  episode_ = episode;
 }
 
 size_t Learner::place(int observer, uint32_t environment) const {
@@ -180,11 +172,6 @@ void Learner::add_to(job::Json& fields, int64_t episodes) {
                  {"steps", now_.steps},
                  {"train_s", std::chrono::duration<double>(now_.at - begun_.at).count()}});
   fields.update(rates_since(begun_));
-}
-
-std::string Learner::what_is_missing(int64_t episodes) const {
-  return fmt::format("not solved after {} episodes: the running reward is {:.1f}, not above {:g}",
-                     episodes, running_reward(), options_.threshold);
 }
 
 }  // namespace distrain::scenario

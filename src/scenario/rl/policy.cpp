@@ -4,12 +4,9 @@
 #include <cmath>
 #include <numeric>
 
-#include <ATen/Functions.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/rpc/device.h"
-#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -158,13 +155,6 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
     }
   }
   return actions;
-}
-
-int Policy::best(const Observation& observation) const {
-  const at::NoGradGuard no_grad;
-  const at::Tensor input = rpc::to_device(at::tensor(c10::ArrayRef<float>(observation)), device_);
-  const at::Tensor hidden = at::linear(input, parameters_[0], parameters_[1]).relu_();
-  return at::linear(hidden, parameters_[2], parameters_[3]).argmax().item<int>();
 }
 
 Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {

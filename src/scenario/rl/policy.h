@@ -6,9 +6,12 @@
 #include <string>
 #include <vector>
 
+#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/optim/single_process_optimizer.h"
+#include "distrain/rpc/to_device.h"
 #include "environment.h"
 
 namespace distrain::scenario {
@@ -54,7 +57,12 @@ class Policy {
   std::vector<int> act(std::span<const PolicyInput> inputs) const;
 
   /// Returns the more probable action, without dropout, for evaluation.
-  int best(const Observation& observation) const;
+  int best(const Observation& observation) const {
+    const at::NoGradGuard no_grad;
+    const at::Tensor input = rpc::to_device(at::tensor(c10::ArrayRef<float>(observation)), device_);
+    const at::Tensor hidden = at::linear(input, parameters_[0], parameters_[1]).relu_();
+    return at::linear(hidden, parameters_[2], parameters_[3]).argmax().item<int>();
+  }
 
   struct Loss {
     double value = 0;

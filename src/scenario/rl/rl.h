@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <fmt/format.h>
+
 #include "distrain/job/definition.h"
 #include "environment.h"
 #include "policy.h"
@@ -50,7 +52,12 @@ class Learner {
   void keep_in(job::TrainingPlan& training);
 
   /// Starts episode number `episode`, from 1.
-  void begin_episode(int64_t episode);
+  void begin_episode(int64_t episode) {
+    std::lock_guard lock(mutex_);
+    for (Trajectory& each : trajectories_) each = {};
+    if (now_.at == base::TimePoint{}) begun_.at = logged_.at = base::Clock::now();
+    episode_ = episode;
+  }
   /// Throws `invalid` if `request` is not valid for choose(): its observer is unknown, or one of
   /// its environments does not exist or occurs twice. Any thread may call it at any time.
   void check(const ActionRequest& request) const;
@@ -72,7 +79,10 @@ class Learner {
   /// `fields`. `episodes` includes the episodes before a resume.
   void add_to(job::Json& fields, int64_t episodes);
   /// Returns the error message for a job that ends before solved() is true.
-  std::string what_is_missing(int64_t episodes) const;
+  std::string what_is_missing(int64_t episodes) const {
+    return fmt::format("not solved after {} episodes: the running reward is {:.1f}, not above {:g}",
+                       episodes, running_reward(), options_.threshold);
+  }
 
   const Policy& policy() const { return policy_; }
   const job::SingleProcessOptimizer& optimizer() const { return optimizer_; }

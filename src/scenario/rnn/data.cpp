@@ -1,7 +1,6 @@
 #include <filesystem>
 
 #include "distrain/base/text.h"
-#include "distrain/base/trace.h"
 #include "rnn.h"
 
 namespace distrain::scenario {
@@ -91,11 +90,6 @@ void RnnData::agree(job::TrainingPlan& training) const {
   }
   training.alike("valid-data", std::to_string(valid_->content_hash()));
   training.alike("test-data", std::to_string(test_->content_hash()));
-}
-
-WordBatch RnnData::batch(const job::Step& step) const {
-  const base::TraceScope scope("data");
-  return columns_of(step.shard).batch(step.number, options_.bptt);
 }
 
 }  // namespace distrain::scenario

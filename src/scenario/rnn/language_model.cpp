@@ -1,10 +1,5 @@
 #include <algorithm>
 
-#include <ATen/Functions.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
-#include "distrain/base/trace.h"
-#include "distrain/rpc/to_device.h"
 #include "rnn.h"
 
 namespace distrain::scenario {
@@ -38,19 +33,6 @@ job::Evaluation LanguageModel::evaluate(const data::Tokens& text, const job::Sha
     evaluation.loss_sum += mean.item<double>() * static_cast<double>(words);
   }
   return evaluation;
-}
-
-void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const {
-  if (options_.generate == 0 || options_.data.empty()) return;
-  const data::Vocabulary& vocabulary = data.vocabulary();
-  const std::vector<int64_t> words = data::to_tokens(options_.prompt, vocabulary);
-  sink.emit("text", {{"text", continued(options_.prompt, words, vocabulary)}});
-}
-
-at::Tensor LanguageModel::next(const std::vector<int64_t>& words, LstmState& state) const {
-  const at::NoGradGuard no_grad;
-  const at::Tensor last = hidden_of(at::tensor(words, at::kLong).view({-1, 1}), state)[-1];
-  return rpc::to_device(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
 }
 
 std::string LanguageModel::continued(std::string text, std::vector<int64_t> words,

@@ -2,13 +2,9 @@
 
 #include <cmath>
 
-#include <ATen/Functions.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/autograd/parameter_versions.h"
 #include "distrain/nn/sized_by.h"
-#include "distrain/rpc/to_device.h"
 
 namespace distrain::scenario {
 
@@ -43,42 +39,9 @@ at::Tensor initial_weight(at::IntArrayRef sizes, std::initializer_list<uint64_t>
 WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device)
     : weight_(initial_weight({words, size}, {seed, kEncoderSeed}, device).requires_grad_()) {}
 
-at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
-  rpc::check_rows(words, weight_);
-  return at::embedding(weight_, rpc::to_device(words, weight_.device()), /*padding_idx=*/-1,
-                       /*scale_grad_by_freq=*/false,
-                       /*sparse=*/true);
-}
-
-at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
-  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return rpc::for_rank(call.agent, call.caller.rank, lookup(words));
-}
-
 Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
     : parameters_{initial_weight({words, hidden}, {seed, kDecoderSeed}, device).requires_grad_(),
                   rpc::to_device(at::zeros({words}, at::kFloat), device).requires_grad_()} {}
-
-at::Tensor Decoder::loss_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden,
-                            const at::Tensor& targets) {
-  return at::cross_entropy_loss(scores_of(parameters, hidden),
-                                rpc::to_device(targets, parameters[0].device()));
-}
-
-at::Tensor Decoder::scores_of(const std::vector<at::Tensor>& parameters, const at::Tensor& hidden) {
-  return at::linear(rpc::to_device(hidden, parameters[0].device()), parameters[0], parameters[1]);
-}
-
-at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {
-  const auto versions = autograd::current_versions(call.agent, parameters_);
-  return rpc::for_rank(call.agent, call.caller.rank, loss_of(versions, hidden, targets));
-}
-
-at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
-  const at::NoGradGuard no_grad;
-  const auto versions = autograd::current_versions(call.agent, parameters_);
-  return rpc::for_rank(call.agent, call.caller.rank, scores_of(versions, hidden));
-}
 
 LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
                    c10::Device device)
@@ -118,12 +81,6 @@ at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropou
   // Detach, so that gradients do not flow back into the previous batch.
   state = {at::cat(hidden).detach(), at::cat(cell).detach()};
   return x;
-}
-
-LstmState LstmImpl::zero_state(int64_t columns) const {
-  const auto options = weights_.front().options();
-  return {at::zeros({layers_, columns, hidden_}, options),
-          at::zeros({layers_, columns, hidden_}, options)};
 }
 
 }  // namespace distrain::scenario

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "distrain/base/trace.h"
 #include "distrain/data/tokens.h"
 #include "distrain/job/definition.h"
 #include "lstm.h"
@@ -69,7 +70,10 @@ class RnnData {
   void agree(job::TrainingPlan& training) const;
   /// Returns the size of the vocabulary.
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
-  WordBatch batch(const job::Step& step) const;
+  WordBatch batch(const job::Step& step) const {
+    const base::TraceScope scope("data");
+    return columns_of(step.shard).batch(step.number, options_.bptt);
+  }
 
   /// Return the texts to evaluate after each epoch (valid) and at the end (test).
   const data::Tokens& valid() const { return *valid_; }
@@ -119,10 +123,19 @@ class LanguageModel {
   /// Evaluates a share of `text`, from a zero LSTM state on. The caller disables gradients.
   job::Evaluation evaluate(const data::Tokens& text, const job::Share& share) const;
   /// Prints the `text` line if --generate is given and there is a vocabulary.
-  void tell_sample(const RnnData& data, job::EventSink& sink) const;
+  void tell_sample(const RnnData& data, job::EventSink& sink) const {
+    if (options_.generate == 0 || options_.data.empty()) return;
+    const data::Vocabulary& vocabulary = data.vocabulary();
+    const std::vector<int64_t> words = data::to_tokens(options_.prompt, vocabulary);
+    sink.emit("text", {{"text", continued(options_.prompt, words, vocabulary)}});
+  }
 
   /// Returns the probability of each word of the vocabulary to follow `words`. Updates `state`.
-  at::Tensor next(const std::vector<int64_t>& words, LstmState& state) const;
+  at::Tensor next(const std::vector<int64_t>& words, LstmState& state) const {
+    const at::NoGradGuard no_grad;
+    const at::Tensor last = hidden_of(at::tensor(words, at::kLong).view({-1, 1}), state)[-1];
+    return rpc::to_device(at::softmax(ends_.scores(last)[0], 0), c10::kCPU);
+  }
   /// Returns `text`, whose tokens are `words`, and `--generate` more words, sampled by probability.
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
