@@ -68,7 +68,7 @@ class OwnCall {
   const std::string_view function_;
   const uint64_t key_;
 };
-/// What this thread takes; null if it leaves all calls to workers.
+/// Returns this thread's OwnCall while run_calls_until() polls; null otherwise.
 OwnCall*& own_call();
 
 /// Gives replies, which may outlive the agent, access to it until it ends. Thread-safe.

@@ -38,9 +38,8 @@ struct IsFuture<Future<T>> : std::true_type {
   using Value = T;
 };
 
-/// The state shared by a promise and its futures. The result is set once. A thread that calls a
-/// function holds a reference to the state, because a thread that waits may drop the last other
-/// one.
+/// The state shared by a promise and its futures. The result is set once. Callers hold a reference
+/// to the state, because a thread that waits may drop the last other one.
 template <class V>
 class FutureState {
  public:

@@ -249,8 +249,7 @@ class Launcher {
     group_->end_unheard();
   }
 
-  /// Returns true if a terminal may have closed and its SIGHUP, the cause to report, is yet to
-  /// come.
+  /// Returns true if a terminal may have closed whose SIGHUP, the cause to report, has not come.
   bool awaits_hang_up() const { return !ended_by_signal_ && base::Clock::now() < hang_up_by_; }
 
   // ---- end ----

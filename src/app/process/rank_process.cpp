@@ -385,8 +385,7 @@ class RankProcess final : public job::EventSink {
   int unheard() const { return stop_.number() == 0 ? write_error_.load() : 0; }
 
   /// Exits because stdout cannot be written. Reports a signal as the cause instead: Ctrl-C also
-  /// ends stdout's reader, and a terminal that closes fails writes (EIO) shortly before SIGHUP
-  /// arrives.
+  /// ends stdout's reader, and after a terminal has closed, writes fail (EIO) before SIGHUP comes.
   [[noreturn]] void leave_unheard(int error) {
     const sigset_t set = ending_signals();
     const timespec look_again{.tv_sec = 0, .tv_nsec = 10'000'000};
