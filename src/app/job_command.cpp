@@ -104,8 +104,8 @@ class Invocation {
     run.threads = static_cast<int>(options_.integer("threads"));
     run.all_here = local_ || placement_.spawns_all();
     // Ranks that take turns can each use all CPUs.
-    const bool alone = run.all_here && definition_.takes_turns(options_);
-    run.local_ranks = alone ? 1 : placement_.local_ranks;
+    run.job.takes_turns = run.all_here && definition_.takes_turns(options_);
+    run.local_ranks = run.job.takes_turns ? 1 : placement_.local_ranks;
     if (!run.all_here) {
       run.job.share_cpus = [wanted = run.threads](int ranks) { set_up_threads(wanted, ranks); };
     }

@@ -201,6 +201,7 @@ struct Job : membership::Contact {
   double collective_timeout_s = 0;  ///< 0: operations have no timeout
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
+  bool takes_turns = false;  ///< one rank computes at a time, and the others wait for it
   Injection inject;
   /// The devices on which this rank computes. Only the server of the job `ps` uses more than one.
   std::vector<c10::Device> devices = {c10::kCPU};

@@ -27,6 +27,9 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   options.rpc_timeout = seconds(job.rpc_timeout_s);
   options.join_timeout = seconds(job.join_timeout_s);
   options.peer_timeout = seconds(job.peer_timeout_s);
+  // OpenMP starts threads for each worker, and lets these spin only 100 times before they sleep if
+  // the process has more of them than CPUs.
+  if (job.takes_turns) options.worker_threads = 1;
   options.call_delay = seconds(job.inject.call_delay_s);
   options.job_options = job.rank == 0 ? job.effective : job.given;
   options.on_cpus_shared = job.share_cpus;
