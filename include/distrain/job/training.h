@@ -1,6 +1,8 @@
 #pragma once
 
+#include <deque>
 #include <set>
+#include <vector>
 
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/events.h"
@@ -13,6 +15,35 @@
 #include "distrain/table/sharded_embedding.h"
 
 namespace distrain::job {
+
+/// The passes of one step whose gradients add up (`--accumulate`). Each has its own context.
+///
+///   const auto adds_up = replicas.no_sync(!is_last);
+///   passes.begin();
+///   passes.backward(loss(replicas.forward(batch)), is_last);  // after all:
+///   step(passes.contexts())
+class StepPasses {
+ public:
+  explicit StepPasses(rpc::Agent& agent) : agent_(agent) {}
+  /// Begins a pass, whose forward pass must follow on this thread.
+  const autograd::Context& begin() {
+    ids_.push_back(contexts_.emplace_back(agent_).id());
+    return contexts_.back();
+  }
+  /// Runs the backward pass. With `averages`, replicas average the sum of all passes' gradients.
+  void backward(const at::Tensor& loss, bool averages = false) {
+    for (size_t i = 0; averages && i + 1 < ids_.size(); ++i) {
+      autograd::move_gradients(agent_, ids_[i], ids_.back());
+    }
+    autograd::backward(contexts_.back(), {loss});
+  }
+  const std::vector<uint64_t>& contexts() const { return ids_; }
+
+ private:
+  rpc::Agent& agent_;
+  std::deque<autograd::Context> contexts_;
+  std::vector<uint64_t> ids_;
+};
 
 /// The length of the training and the settings of its output.
 struct Plan : LeaseScheduler::Options {

@@ -334,24 +334,18 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     return dense.module()->forward(rpc::to_device(embedding->embed(batch), device));
   });
   training.run([&](const job::Step& step) {
-    std::deque<autograd::Context> contexts;  // one for each part of the step
-    std::vector<uint64_t> ids;
+    job::StepPasses passes(rank.agent());
     job::Result result;
     for (job::Share part{0, options.accumulate}; part.index < part.count; ++part.index) {
-      autograd::Context& context = contexts.emplace_back(rank.agent());
       const auto adds_up = dense.no_sync(!part.is_last());
+      passes.begin();
       const EmbeddedBatch batch = embedding->embed(step, part);
       const at::Tensor loss =
           batch.loss(options, device, [&](const at::Tensor& rows) { return dense.forward(rows); });
-      // The last pass averages the sum of all parts' gradients of the replicas.
-      for (const uint64_t id : part.is_last() ? ids : std::vector<uint64_t>()) {
-        autograd::move_gradients(rank.agent(), id, context.id());
-      }
-      autograd::backward(context, {loss});
-      ids.push_back(context.id());
+      passes.backward(loss, part.is_last());
       result.add(loss, batch.batch.size());
     }
-    optimizer.step(ids);
+    optimizer.step(passes.contexts());
     if (options.prefetch > 0) result.more["staleness"] = embedding->tables()->staleness();
     return result;
   });

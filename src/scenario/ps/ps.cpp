@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <deque>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -229,22 +228,20 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   training.note_max("staleness", 0);
   data.evaluate_in(training, [&] { return net.begin_evaluation(); });
   training.run([&](const job::Step& step) {
-    std::deque<autograd::Context> contexts;  // one for each part of the step
-    std::vector<uint64_t> ids;
+    job::StepPasses passes(rank.agent());
     PsPass first;
     job::Result result;
     for (const PsPart& part : data.parts(step)) {
-      const autograd::Context& context = contexts.emplace_back(rank.agent());
+      const autograd::Context& context = passes.begin();
       const PsPass forward =
           net.forward_training(part.batch.images, part.dropout_key, options.dropout);
       const at::Tensor loss = part.loss(rpc::to_device(forward.tensors[0], device));
-      autograd::backward(contexts.back(), {loss});
+      passes.backward(loss);
       if (options.verify_grads) net.verify_gradients(context);
-      if (ids.empty()) first = forward;
-      ids.push_back(context.id());
+      if (passes.contexts().size() == 1) first = forward;
       result.add(loss, part.batch.labels.numel());
     }
-    const uint64_t updates = optimizer.step(ids);
+    const uint64_t updates = optimizer.step(passes.contexts());
     training.note_max("staleness", first.staleness);
     // `delay` is the number of other trainers' updates since the first forward pass. It is 0 in
     // sync mode, because all trainers share one update.
