@@ -106,6 +106,7 @@ more than half a million different words, the count drops the rarer ones, which 
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
+  list.integer("accumulate", &Self::accumulate, kAccumulateHelp).range(1, 1e6).of_training();
   list.integer("bptt", &Self::bptt, "use N words of each column per batch").range(1, job::kMaxInt);
   list.group("Sample");
   list.integer("generate", &Self::generate, "write N words at the end")

@@ -55,7 +55,7 @@ complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn' -x -l log-in
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l batches-per-epoch -d 'use N generated batches per epoch and trainer'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l steps-per-epoch -d 'end an epoch of streams after N steps, and go on in the data; 0 sets no limit'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l average-over -a 'data trainers' -d 'when a trainer\'s stream has ended, average over those with data or over all'
-complete -c distrain -n '__fish_seen_subcommand_from hybrid ps' -x -l accumulate -d 'add up the gradients of N batches in each step'
+complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn' -x -l accumulate -d 'add up the gradients of N batches in each step'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid rnn' -x -l gradient-dtype -a 'float32 float16 bfloat16' -d 'send the gradients of replicas in this type'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -r -F -l checkpoint -d 'save checkpoints in DIR, each in a folder of its own'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn' -x -l checkpoint-every -d 'save every N steps; 0 saves at the end of each epoch'

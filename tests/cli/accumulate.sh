@@ -85,6 +85,17 @@ case_ps() {
   expect_jq '.[-1].steps == 6' "ps, async with two servers"
 }
 
+case_rnn() {
+  local rnn=(rnn --data "$tmp/text" --test-data "$tmp/text" --dropout 0 --trainers 2 --epochs 2 --optimizer sgd --lr 0.5
+    --clip 1 --log-interval 1 --lr-schedule constant)
+  make_text 300 >"$tmp/text"
+  check rnn "${rnn[@]}" --embedding-dim 4 --nhid 6 --nlayers 1 --vocab-size 20 --mode sync
+  # Each batch has its own dropout. One trainer has no replicas.
+  run "${rnn[@]}" --trainers 1 --batch-size 4 --accumulate 2 --dropout 0.5 --steps 3
+  expect 0 "rnn, one trainer"
+  expect_jq '.[-1].steps == 3 and .[-1].live_contexts == 0' "rnn, one trainer"
+}
+
 case_gradient_dtype() {
   local type bytes
   declare -A bytes

@@ -51,7 +51,7 @@ RnnData::RnnData(const RnnOptions& options, const RnnScan& scan) : options_(opti
   if (options.data.empty()) {
     const int64_t column = int64_t{options.batches} * options.bptt + 1;
     train_ = data::random_tokens(options.seed, options.vocab_size,
-                                 column * options.batch_size * options.trainers);
+                                 column * options.step_size() * options.trainers);
     return;
   }
   vocabulary_.emplace(scan.words);
@@ -75,7 +75,7 @@ data::TokensPtr RnnData::read(const std::string& path, const data::TokenIndex& i
 
 job::Plan RnnData::plan() const {
   int64_t steps = 0;
-  store::naming_file(options_.data, [&] { steps = columns_of(0).steps(options_.bptt); });
+  store::naming_file(options_.data, [&] { steps = columns_of(0, 0).steps(options_.bptt); });
   job::Plan plan = job::Plan::of(options_, steps);
   plan.unit = job::Unit::kWords;
   plan.take_over = false;

@@ -5,16 +5,23 @@
 namespace distrain::scenario {
 
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step,
-                                        LstmState& state) {
+                                        const job::Share& part, LstmState& state) {
   const base::TraceScope scope("forward");
+  const int64_t first = part.first(options_.step_size()), end = part.end(options_.step_size());
   // Each epoch starts the text again with a zero state. A resumed job restores the state.
-  if (step.number == 0) state = lstm_->zero_state(batch.inputs.size(1));
+  if (step.number + part.index == 0) state = lstm_->zero_state(options_.step_size());
+  LstmState own{state.hidden.slice(1, first, end).contiguous(),
+                state.cell.slice(1, first, end).contiguous()};
   nn::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
-                       static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
+                       static_cast<uint64_t>(step.shard),
+                       static_cast<uint64_t>(step.number * part.count + part.index)});
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
-  const at::Tensor hidden = parallel_ ? parallel_->forward(embedded, state, dropout)
-                                      : lstm_->forward(embedded, state, dropout);
-  return ends_.loss(dropout(hidden, options_.dropout).flatten(0, 1), batch.targets);
+  const at::Tensor hidden = parallel_ ? parallel_->forward(embedded, own, dropout)
+                                      : lstm_->forward(embedded, own, dropout);
+  state = {state.hidden.slice_scatter(own.hidden, 1, first, end),
+           state.cell.slice_scatter(own.cell, 1, first, end)};
+  const at::Tensor dropped = dropout(hidden, options_.dropout).flatten(0, 1);
+  return ends_.loss(dropped, batch.targets) / part.count;
 }
 
 job::Evaluation LanguageModel::evaluate(const data::Tokens& text, const job::Share& share) const {

@@ -132,7 +132,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
       agent.rpc_sync<&ends_of_job>("ps", data.words(), options.emsize, options.nhid, options.seed);
   LanguageModel model(options, rank.device(), over_rpc(agent, remote),
                       rank.count() > 1 ? &rank.group("trainer") : nullptr);
-  LstmState state = model.lstm().zero_state(options.batch_size);
+  LstmState state = model.lstm().zero_state(options.step_size());
   std::vector<std::string> names = {"encoder.weight", "decoder.weight", "decoder.bias"};
   std::vector<at::Tensor> own;
   for (const auto& [name, parameter] : model.lstm_parameters()) {
@@ -151,12 +151,18 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   training.keep("", job::part_of_each([&](int) { return named(state); }));
   model.evaluate_in(training, data);
   training.run([&](const job::Step& step) {
-    const WordBatch batch = data.batch(step);
-    autograd::Context context(agent);
-    const at::Tensor loss = model.training_loss(batch, step, state);
-    autograd::backward(context, {loss});
-    optimizer.step(context);
-    return job::Result{loss, batch.targets.numel()};
+    job::StepPasses passes(agent);
+    job::Result result;
+    for (job::Share part{0, options.accumulate}; part.index < part.count; ++part.index) {
+      const WordBatch batch = data.batch(step, part);
+      const auto adds_up = model.no_sync(!part.is_last());
+      passes.begin();
+      const at::Tensor loss = model.training_loss(batch, step, part, state);
+      passes.backward(loss, part.is_last());
+      result.add(loss, batch.targets.numel());
+    }
+    optimizer.step(passes.contexts());
+    return result;
   });
   if (rank.index() == 0 && !training.stopped()) model.tell_sample(data, rank.sink());
 }
@@ -171,7 +177,7 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
                                         {lstm.begin(), lstm.end()});
   std::map<int, LstmState> states;  // by trainer
   for (int t = 0; t < options.trainers; ++t) {
-    states[t] = model.lstm().zero_state(options.batch_size);
+    states[t] = model.lstm().zero_state(options.step_size());
   }
 
   job::SingleProcessTraining training(local, data.plan());
@@ -183,9 +189,14 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   training.keep("", job::part_of_each([&](int trainer) { return named(states.at(trainer)); }));
   model.evaluate_in(training, data);
   training.run(optimizer, [&](const job::Step& step) {
-    const WordBatch batch = data.batch(step);
-    const at::Tensor loss = model.training_loss(batch, step, states.at(step.shard));
-    return job::Result{loss, batch.targets.numel()};
+    job::Result result{.has_gradients = true};
+    for (job::Share part{0, options.accumulate}; part.index < part.count; ++part.index) {
+      const WordBatch batch = data.batch(step, part);
+      const at::Tensor loss = model.training_loss(batch, step, part, states.at(step.shard));
+      base::traced("backward", [&] { loss.backward(); });
+      result.add(loss, batch.targets.numel());
+    }
+    return result;
   });
   if (!training.stopped()) model.tell_sample(data, local.sink());
 }

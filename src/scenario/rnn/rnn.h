@@ -54,9 +54,9 @@ struct RnnScan {
 /// Throws `bad_data` if a file cannot be read or is not valid.
 RnnScan scan_files(const RnnOptions& options);
 
-/// The text of the job, cut into T · batch_size columns (see TokenColumns) for T trainers. Trainer
-/// t reads its own batch_size columns side by side, from column t · batch_size on. Without a file,
-/// the words are random.
+/// The text of the job, cut into T · step_size() columns (see TokenColumns) for T trainers. Trainer
+/// t reads its own step_size() columns side by side, from column t · step_size() on. A part of a
+/// step (`--accumulate`) has batch_size of them. Without a file, the words are random.
 class RnnData {
  public:
   /// Opens or reads the files. Throws `bad_data` if a file cannot be read or is not valid.
@@ -70,9 +70,9 @@ class RnnData {
   void agree(job::TrainingPlan& training) const;
   /// Returns the size of the vocabulary.
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
-  WordBatch batch(const job::Step& step) const {
+  WordBatch batch(const job::Step& step, const job::Share& part) const {
     const base::TraceScope scope("data");
-    return columns_of(step.shard).batch(step.number, options_.bptt);
+    return columns_of(step.shard, part.index).batch(step.number, options_.bptt);
   }
 
   /// Return the texts to evaluate after each epoch (valid) and at the end (test).
@@ -84,9 +84,9 @@ class RnnData {
 
  private:
   data::TokensPtr read(const std::string& path, const data::TokenIndex& index) const;
-  data::TokenColumns columns_of(int trainer) const {
-    const int64_t own = options_.batch_size;
-    return {*train_, own * options_.trainers, own * trainer, own};
+  data::TokenColumns columns_of(int trainer, int part) const {
+    const int64_t own = options_.step_size(), of_part = options_.batch_size;
+    return {*train_, own * options_.trainers, own * trainer + of_part * part, of_part};
   }
 
   const RnnOptions options_;
@@ -113,8 +113,13 @@ class LanguageModel {
     if (group) parallel_.emplace(lstm_, *group, options.replicas());
   }
 
-  /// Returns the loss of a training batch, and updates the state for the next batch.
-  at::Tensor training_loss(const WordBatch& batch, const job::Step& step, LstmState& state);
+  /// Returns a batch's part of the step's loss. Updates the state of its columns for the next step.
+  at::Tensor training_loss(const WordBatch& batch, const job::Step& step, const job::Share& part,
+                           LstmState& state);
+  /// See DistributedDataParallel::no_sync(). Does nothing if there is one trainer.
+  std::shared_ptr<void> no_sync(bool is_active) {
+    return parallel_ ? parallel_->no_sync(is_active) : nullptr;
+  }
   /// Makes `training` evaluate the texts of `data`. `data` and this object must outlive `training`.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const {
     training.evaluate_epochs([&](const auto& share) { return evaluate(data.valid(), share); });
