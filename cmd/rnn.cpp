@@ -102,7 +102,8 @@ own columns. That text must be a regular file that is not compressed and does no
 more than half a million different words, the count drops the rarer ones, which may then miss a few.)");
   list.group("Training");
   list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
-  list.integer("batches-per-epoch", &Self::batches, "use N random batches per epoch and trainer")
+  list.integer("batches-per-epoch", &Self::batches,
+               "make N steps per epoch and trainer, on random batches")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
@@ -131,7 +132,7 @@ training.)");
   for (const char* name : {"valid-data", "test-data"}) {
     list.row(name).details("Needs --data, and a FILE of the same kind.");
   }
-  list.row("batch-size").help("use N columns of text per trainer");
+  list.row("batch-size").help("use N columns of text per batch and trainer");
   list.row("bptt").details("Gradients are backpropagated through N words.");
   list.row("clip").details("The norm is that of the parameters of all ranks together.");
   list.row("generate").details("The words are in the `text` line.");

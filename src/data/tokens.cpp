@@ -380,9 +380,9 @@ TokenColumns::TokenColumns(const Tokens& tokens, int64_t columns, int64_t first,
         "the columns read must be at least one, and not more than there are, not ", count);
   column_length_ = tokens.size() / columns;
   if (column_length_ < 2) {
-    base::bad_data(std::to_string(tokens.size()) + " tokens are too few for " +
-                   std::to_string(columns) +
-                   " columns of at least two tokens: a smaller --batch-size makes fewer columns");
+    base::bad_data(
+        std::to_string(tokens.size()) + " tokens are too few for " + std::to_string(columns) +
+        " columns of at least two tokens: a smaller --batch-size or --accumulate makes fewer");
   }
 }
 

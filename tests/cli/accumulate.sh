@@ -91,9 +91,19 @@ case_rnn() {
   make_text 300 >"$tmp/text"
   check rnn "${rnn[@]}" --embedding-dim 4 --nhid 6 --nlayers 1 --vocab-size 20 --mode sync
   # Each batch has its own dropout. One trainer has no replicas.
-  run "${rnn[@]}" --trainers 1 --batch-size 4 --accumulate 2 --dropout 0.5 --steps 3
-  expect 0 "rnn, one trainer"
-  expect_jq '.[-1].steps == 3 and .[-1].live_contexts == 0' "rnn, one trainer"
+  local trainers
+  for trainers in 1 2; do
+    local dropped=("${rnn[@]}" --trainers "$trainers" --mode sync --batch-size 4 --accumulate 2 --dropout 0.5 --nlayers 2)
+    run "${dropped[@]}" --local
+    expect 0 "rnn, --local --trainers $trainers"
+    mv "$tmp/out" "$tmp/local"
+    run "${dropped[@]}"
+    expect 0 "rnn, --trainers $trainers"
+    same_training "$tmp/out" "$tmp/local" 1e-4 "rnn, --trainers $trainers"
+  done
+  run "${rnn[@]}" --accumulate 1000000
+  expect 7 "more columns than words"
+  expect_jq '[.[] | select(.event == "error").message] | length == 1 and (.[0] | contains("too few for"))' "more columns than words"
 }
 
 case_gradient_dtype() {

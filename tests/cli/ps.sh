@@ -47,6 +47,20 @@ case_lines_and_lengths() {
   expect_no_process "$selected"
 }
 
+# The ranks take turns, and each has one worker.
+case_one_trainer() {
+  local mode one=("${ps[@]}" --trainers 1 --verify-grads --clip 1)
+  for mode in async sync ssp; do
+    run "${one[@]}" --mode "$mode" --epochs 2 --checkpoint "$tmp/one.$mode" --checkpoint-every 2
+    expect 0 "one trainer, $mode"
+    expect_jq '.[-1].steps == 48 and .[-1].live_contexts == 0 and ([.[] | select(.event == "eval")] | length) == 2' \
+      "one trainer, $mode"
+    run "${one[@]}" --mode "$mode" --epochs 3 --checkpoint "$tmp/one.$mode" --resume auto
+    expect 0 "one trainer, $mode, resumed"
+    expect_jq '.[-1].steps == 24' "one trainer, $mode, resumed"
+  done
+}
+
 case_modes() {
   local where
   # The staleness between trainers.

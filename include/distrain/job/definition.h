@@ -236,6 +236,7 @@ class Definition final : public AnyDefinition {
   Definition& saving_role(std::function<std::string(const Options&)> of) {
     return set(saving_role_, std::move(of));
   }
+  /// Each rank of such a job runs one exposed function at a time, not counting functions that wait.
   Definition& takes_turns(std::function<bool(const Options&)> of) {
     return set(takes_turns_, std::move(of));
   }

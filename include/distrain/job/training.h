@@ -4,6 +4,7 @@
 #include <set>
 #include <vector>
 
+#include "distrain/autograd/context.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/events.h"
 #include "distrain/job/lease_scheduler.h"
@@ -16,12 +17,15 @@
 
 namespace distrain::job {
 
-/// The passes of one step whose gradients add up (`--accumulate`). Each has its own context.
+/// The passes of one step whose gradients add up (`--accumulate`). Each pass has its own context.
 ///
-///   const auto adds_up = replicas.no_sync(!is_last);
-///   passes.begin();
-///   passes.backward(loss(replicas.forward(batch)), is_last);  // after all:
-///   step(passes.contexts())
+///   job::StepPasses passes(agent);
+///   for (const Batch& batch : batches) {
+///     const auto adds_up = replicas.no_sync(!is_last(batch));
+///     passes.begin();
+///     passes.backward(loss(replicas.forward(batch)));
+///   }
+///   optimizer.step(passes.contexts());
 class StepPasses {
  public:
   explicit StepPasses(rpc::Agent& agent) : agent_(agent) {}
@@ -30,11 +34,10 @@ class StepPasses {
     ids_.push_back(contexts_.emplace_back(agent_).id());
     return contexts_.back();
   }
-  /// Runs the backward pass. With `averages`, replicas average the sum of all passes' gradients.
-  void backward(const at::Tensor& loss, bool averages = false) {
-    for (size_t i = 0; averages && i + 1 < ids_.size(); ++i) {
-      autograd::move_gradients(agent_, ids_[i], ids_.back());
-    }
+  /// Runs the newest pass's backward pass. This rank's gradients of the earlier passes move to the
+  /// newest context first, so that replicas average the sum in the last pass.
+  void backward(const at::Tensor& loss) {
+    if (ids_.size() > 1) autograd::move_gradients(agent_, ids_[ids_.size() - 2], ids_.back());
     autograd::backward(contexts_.back(), {loss});
   }
   const std::vector<uint64_t>& contexts() const { return ids_; }

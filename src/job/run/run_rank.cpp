@@ -27,8 +27,8 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   options.rpc_timeout = seconds(job.rpc_timeout_s);
   options.join_timeout = seconds(job.join_timeout_s);
   options.peer_timeout = seconds(job.peer_timeout_s);
-  // OpenMP starts threads for each worker, and lets these spin only 100 times before they sleep if
-  // the process has more of them than CPUs.
+  // Ranks that take turns have one call in flight. OpenMP starts threads for each worker. If they
+  // are more than the CPUs, idle ones sleep after 100 spins, and each parallel loop must wake them.
   if (job.takes_turns) options.worker_threads = 1;
   options.call_delay = seconds(job.inject.call_delay_s);
   options.job_options = job.rank == 0 ? job.effective : job.given;

@@ -342,7 +342,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
       const EmbeddedBatch batch = embedding->embed(step, part);
       const at::Tensor loss =
           batch.loss(options, device, [&](const at::Tensor& rows) { return dense.forward(rows); });
-      passes.backward(loss, part.is_last());
+      passes.backward(loss);
       result.add(loss, batch.batch.size());
     }
     optimizer.step(passes.contexts());

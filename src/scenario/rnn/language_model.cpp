@@ -18,6 +18,7 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
   const at::Tensor hidden = parallel_ ? parallel_->forward(embedded, own, dropout)
                                       : lstm_->forward(embedded, own, dropout);
+  // Copies the state, because the graph of the LSTM has saved the former one.
   state = {state.hidden.slice_scatter(own.hidden, 1, first, end),
            state.cell.slice_scatter(own.cell, 1, first, end)};
   const at::Tensor dropped = dropout(hidden, options_.dropout).flatten(0, 1);

@@ -128,6 +128,7 @@ void expose_rnn(rpc::Agent& agent) {
 void train_rnn(job::Rank& rank, const RnnOptions& options) {
   rpc::Agent& agent = rank.agent();
   const RnnData data(options, scan_once(rank, options));
+  const job::Plan plan = data.plan();  // throws if there are too many columns for the text
   const RemoteEnds remote =
       agent.rpc_sync<&ends_of_job>("ps", data.words(), options.emsize, options.nhid, options.seed);
   LanguageModel model(options, rank.device(), over_rpc(agent, remote),
@@ -142,7 +143,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   optim::DistributedOptimizer optimizer(agent, remote.parameters, own, options.rule(),
                                         options.sharing(rank.index()));
 
-  job::Training training(rank, data.plan());
+  job::Training training(rank, plan);
   data.agree(training);
   training.keep("encoder", remote.embedding);
   training.keep("decoder", remote.decoder);
@@ -158,7 +159,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
       const auto adds_up = model.no_sync(!part.is_last());
       passes.begin();
       const at::Tensor loss = model.training_loss(batch, step, part, state);
-      passes.backward(loss, part.is_last());
+      passes.backward(loss);
       result.add(loss, batch.targets.numel());
     }
     optimizer.step(passes.contexts());
@@ -169,6 +170,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
 
 void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
   const RnnData data(options, scan_files(options));
+  const job::Plan plan = data.plan();
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
   const rpc::NamedTensors lstm = model.lstm_parameters();
@@ -180,7 +182,7 @@ void train_rnn_local(job::SingleProcess& local, const RnnOptions& options) {
     states[t] = model.lstm().zero_state(options.step_size());
   }
 
-  job::SingleProcessTraining training(local, data.plan());
+  job::SingleProcessTraining training(local, plan);
   data.agree(training);
   training.keep("encoder", job::part_of(whole.embedding.named_parameters()));
   training.keep("decoder", job::part_of(whole.decoder.named_parameters()));
