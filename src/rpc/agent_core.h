@@ -56,20 +56,8 @@ class WorkerExecutor final : public base::Executor {
 /// Name of the function by which the caller of a failed remote() call fails the value on its owner.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
-/// A call that a thread receives while it polls, and that the thread itself is to run.
-class OwnCall {
- public:
-  OwnCall(std::string_view function, uint64_t key) : function_(function), key_(key) {}
-  /// Moves `call` here if it is one of run_calls_until(). Holds one call at a time.
-  bool take(QueuedCall& call);
-  std::optional<QueuedCall> taken;
-
- private:
-  const std::string_view function_;
-  const uint64_t key_;
-};
-/// Returns this thread's OwnCall while run_calls_until() polls; null otherwise.
-OwnCall*& own_call();
+/// Moves `call` to this thread's run_calls_until(), if that polls for such a call and holds none.
+bool take_own_call(QueuedCall& call);
 
 /// Gives replies, which may outlive the agent, access to it until it ends. Thread-safe.
 class ReplyGate {
@@ -141,8 +129,8 @@ class AgentCore {
     executor.set_device(devices.home());
     executor.enter_device();
   }
-  /// Writes or queues a frame. Returns the error of a lost rank, or `peer_lost` if `to` has left.
   void run_calls_until(const base::Future<void>& done, std::string_view function, uint64_t key);
+  /// Writes or queues a frame. Returns the error of a lost rank, or `peer_lost` if `to` has left.
   base::Status send(int to, net::OutFrame frame) {
     bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
     return peers.send(to, std::move(frame));
@@ -271,7 +259,7 @@ class AgentCore {
   }
   void queue_call(QueuedCall&& call) {
     call.arrived = base::Clock::now();
-    if (OwnCall* const own = own_call(); own && own->take(call)) return;
+    if (take_own_call(call)) return;
     queued_calls_.push(std::move(call));
     // Posts one task for each call. If calls were cancelled or parked, some tasks find no call.
     pool.post([this] {

@@ -69,6 +69,14 @@ class ReplyImpl final : public Reply {
   std::atomic<bool> answered_{false};
 };
 
+// A call that a thread receives while it polls, and that the thread itself is to run.
+struct OwnCall {
+  const std::string_view function;
+  const uint64_t key;
+  std::optional<QueuedCall> taken{};
+};
+thread_local OwnCall* own_call = nullptr;  // set while run_calls_until() polls
+
 }  // namespace
 
 void Reply::store(std::shared_ptr<void> value, std::type_index type,
@@ -81,22 +89,17 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
   send([](Encoder&) {});
 }
 
-OwnCall*& own_call() {
-  thread_local OwnCall* here = nullptr;
-  return here;
-}
-
-bool OwnCall::take(QueuedCall& call) {
-  if (taken || call.message) return false;
+bool take_own_call(QueuedCall& call) {
+  if (!own_call || own_call->taken || call.message) return false;
   try {
     wire::Reader in = body_of(call.frame);
-    if (in.get_string() != function_) return false;
+    if (in.get_string() != own_call->function) return false;
     in.get<uint32_t>();  // the time that its caller waits
-    if (in.get<CallMode>() != CallMode::kCall || in.get<uint64_t>() != key_) return false;
+    if (in.get<CallMode>() != CallMode::kCall || in.get<uint64_t>() != own_call->key) return false;
   } catch (const Exception&) {  // a worker tells the caller
     return false;
   }
-  taken = std::move(call);
+  own_call->taken = std::move(call);
   return true;
 }
 
@@ -104,12 +107,12 @@ bool OwnCall::take(QueuedCall& call) {
 void AgentCore::run_calls_until(const base::Future<void>& done, std::string_view function,
                                 uint64_t key) {
   if (!devices.home().is_cpu()) return;
-  OwnCall own(function, key);
+  OwnCall own{function, key};
   const auto poll = [&] {
-    OwnCall* const outer = std::exchange(own_call(), &own);
+    OwnCall* const outer = std::exchange(own_call, &own);
     base::thread_state().poll.poll([&] { return done.done() || own.taken; },
                                    loop.event_loop().get());
-    own_call() = outer;
+    own_call = outer;
     return own.taken.has_value();
   };
   while (poll()) {
