@@ -163,7 +163,8 @@ void AgentCore::disconnect() {
   devices.fail(error);
   rrefs->fail_unset(error);
   for (int rank = 0; rank < world_size(); ++rank) {
-    if (rank != options.rank) notify_channels(rank, error);
+    if (rank == options.rank) continue;
+    for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
   }
   for (int rank = 0; rank < world_size(); ++rank) {  // calls of the layers now fail at once
     if (rank != options.rank) layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
@@ -388,7 +389,7 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   // The caller is lost, so nobody waits for the results of its calls.
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
-  notify_channels(rank, error);
+  for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
   layers.on_rank_lost(loss);
   rrefs->on_peer_lost(loss.process(), error);
   // Drops the transfers on a worker, because the loop must not free device memory.
@@ -409,10 +410,6 @@ void AgentCore::on_returned_on_loop(int rank, const wire::Directory::Entry& entr
     flows[is_small].budget->renew(peers.process(rank));
     flows[is_small].windows.replace(rank, make_window(rank, is_small));
   }
-}
-
-void AgentCore::notify_channels(int rank, const Error& error) {
-  for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
 }
 
 std::vector<Wait> AgentCore::waits_of_layers() {

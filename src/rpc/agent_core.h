@@ -296,7 +296,6 @@ class AgentCore {
     for (const auto& [number, channel] : channels_) all.push_back(channel);
     return all;
   }
-  void notify_channels(int rank, const Error& error);
   void receive_tensors(InMessage& message, uint64_t context, const std::string& function = {}) {
     message.await_device_tensors();
     if (message.header.autograd_id == 0) return;

@@ -79,10 +79,9 @@ class CallQueue {
   void drop_all_of(int from) {
     std::list<QueuedCall> dropped;  // destroyed without the lock
     std::lock_guard lock(mutex_);
-    for (auto call = calls_.begin(); call != calls_.end();) {
-      const auto next = std::next(call);
+    for (auto next = calls_.begin(); next != calls_.end();) {
+      const auto call = next++;
       if (call->from == from) dropped.splice(dropped.end(), calls_, call);
-      call = next;
     }
     if (const auto parked = parked_.find(from); parked != parked_.end()) {
       dropped.splice(dropped.end(), parked->second);

@@ -26,8 +26,7 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
 void Window::dequeue(const Waiter& waiter) {
   {
     std::lock_guard lock(mutex_);
-    const auto place = std::find(waiters_.begin(), waiters_.end(), &waiter);
-    if (place != waiters_.end()) waiters_.erase(place);
+    std::erase(waiters_, &waiter);
     if (!waiters_.empty()) waiters_.front()->turn.notify_one();
   }
   send_requests();
