@@ -61,8 +61,7 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
   }
 
   void end_on_loop(int code) {
-    if (ended_) return;
-    ended_ = true;
+    if (std::exchange(ended_, true)) return;
     loop_->note_activity_on_loop();
     loop_->cancel(timer_);
     if (code == 0 && is_connected_to_itself(socket_.get())) code = ECONNREFUSED;
@@ -176,8 +175,7 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
   }
 
   void shut_down_on_loop() override {
-    if (closed) return;
-    closed = true;
+    if (std::exchange(closed, true)) return;
     if (!opened) return;
     uv_close(reinterpret_cast<uv_handle_t*>(&poll), [](uv_handle_t* handle) noexcept {
       auto* self = static_cast<State*>(handle->data);

@@ -430,8 +430,7 @@ class SocketStream final : public Stream,
   // ---- the end ----
 
   void finish_on_loop(base::Error error) {
-    if (finished_) return;
-    finished_ = true;
+    if (std::exchange(finished_, true)) return;
     drop_unfinished_on_loop();  // the stream may live long after its end
     if (linger_timer_ != 0) loop_->cancel(linger_timer_);
     writer_.stop_on_loop();
@@ -450,8 +449,7 @@ class SocketStream final : public Stream,
     } else {
       loop_->release_on_loop(this);
     }
-    const std::shared_ptr<Handler> handler = std::move(handler_);
-    handler_ = std::make_shared<Handler>();
+    const std::shared_ptr<Handler> handler = std::exchange(handler_, std::make_shared<Handler>());
     if (handler->on_close) handler->on_close(error);
   }
 

@@ -165,8 +165,7 @@ class RankProcess final : public job::EventSink {
   /// Waits for the reader; if the reader is no launcher and a stop is requested, for kReaderGrace.
   bool write_last(const Json& fields) {
     std::lock_guard lock(mutex_);
-    if (finished_) return false;
-    finished_ = true;
+    if (std::exchange(finished_, true)) return false;
     push_locked(run_.job.spawned ? "rank_end" : "end", fields);
     if (display_.pretty()) display_.finish(fields);
     write_locked([this, since = base::Clock::now()] {
