@@ -207,13 +207,11 @@ void Loop::Impl::run_timers_on_loop() {
 }
 
 void Loop::Impl::cancel(uint64_t id) {
-  base::Task dropped;  // destroyed without the lock
+  decltype(timers)::node_type dropped;  // destroyed without the lock
   std::lock_guard lock(mutex);
   const auto found = due.find(id);
   if (found == due.end()) return;
-  const auto timer = timers.find({found->second, id});
-  dropped = std::move(timer->second);
-  timers.erase(timer);
+  dropped = timers.extract(TimerKey(found->second, id));
   due.erase(found);
 }
 

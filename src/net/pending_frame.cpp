@@ -135,10 +135,8 @@ int PendingFrame::write_to(int fd, size_t limit) {
       std::memcpy(CMSG_DATA(head), &value, sizeof value);
     }
     const ssize_t sent = ::sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0) {
-      if (errno == EINTR) continue;
-      return errno;
-    }
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno;
     written_ += static_cast<size_t>(sent);
     if (static_cast<size_t>(sent) == bytes) return 0;
     limit = std::min(limit, bytes_left());

@@ -73,12 +73,9 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
       self->loop_->release_on_loop(self);
       const OnConnected done = std::move(self->done_);
       if (!done) return;
-      if (self->code_ == 0) {
-        done(std::move(self->socket_));
-      } else {
-        self->socket_.reset();
-        done(socket_error(self->where_, self->code_));
-      }
+      if (self->code_ == 0) return done(std::move(self->socket_));
+      self->socket_.reset();
+      done(socket_error(self->where_, self->code_));
     });
   }
 
@@ -143,11 +140,8 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
     loop->assert_in_loop();
     accepting = accepts;
     if (!opened || closed) return;
-    if (accepts) {
-      resume_on_loop();
-    } else {
-      uv_poll_stop(&poll);
-    }
+    if (accepts) return resume_on_loop();
+    uv_poll_stop(&poll);
   }
 
   void resume_on_loop() {
