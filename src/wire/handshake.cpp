@@ -6,10 +6,6 @@ namespace distrain::wire {
 namespace {
 
 template <class T>
-concept HasFields = requires {
-  T::kFields;
-};
-template <class T>
 concept IsMap = requires {
   typename T::mapped_type;
 };
@@ -20,7 +16,7 @@ concept IsVector = requires(T value) {
 
 template <class T>
 void put(Writer& out, const T& value) {
-  if constexpr (HasFields<T>) {
+  if constexpr (requires { T::kFields; }) {
     std::apply([&](const auto... field) { (put(out, value.*field), ...); }, T::kFields);
   } else if constexpr (std::is_same_v<T, DeviceRef>) {
     encode(value, out);
@@ -45,7 +41,7 @@ void check(bool is_known, const char* what) {
 // Reads `value`. Throws `protocol` for unknown enumerators.
 template <class T>
 void get(Reader& in, T& value) {
-  if constexpr (HasFields<T>) {
+  if constexpr (requires { T::kFields; }) {
     std::apply([&](const auto... field) { (get(in, value.*field), ...); }, T::kFields);
   } else if constexpr (std::is_same_v<T, DeviceRef>) {
     value = decode_device(in);
