@@ -213,10 +213,9 @@ Member::Member(ControlSettings settings, ControlTransport& transport, Link coord
 void Member::on_control(int, const Message& message) {
   switch (message.kind) {
     case FrameKind::kReject:
-    case FrameKind::kAbort: {
+    case FrameKind::kAbort:
       if (state_ == State::kRunning) return declare_lost(0, reason_of(0, message));
       return abort(reason_of(0, message));
-    }
     case FrameKind::kJoined:
       if (state_ != State::kMeeting || std::exchange(has_joined_, true)) break;
       if (message.a == 0 || message.a > kMaxRanks) break;

@@ -153,12 +153,11 @@ void Coordinator::on_control(int rank, const Message& message) {
       if (state_ == State::kRunning) return announce(rank, std::move(devices));
       return note_prepared(rank, std::move(devices));
     }
-    case FrameKind::kAbort: {
+    case FrameKind::kAbort:
       // Before the directory is sent, does nothing: `rank` is free when its connection closes.
       if (state_ == State::kMeeting) return;
       if (state_ == State::kRunning) return declare_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
-    }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       // A member that reports the loss of rank 0 cannot reach rank 0, so the member itself is lost.
