@@ -120,22 +120,21 @@ bool ExampleParser::parse_fast_text(std::string_view line, Examples& out) {
 
 bool ExampleParser::parse_criteo(std::string_view line, Examples& out) {
   if (line.empty()) return false;
-  std::vector<std::string_view>& fields = fields_;
-  split_criteo(line, fields);
-  if (fields.size() != kCriteoFields) {
+  split_criteo(line, fields_);
+  if (fields_.size() != kCriteoFields) {
     constexpr const char* kParts = "an example has 40 (a label, 13 integers and 26 categories)";
-    if (fields.size() < kCriteoFields) {
-      throw BadRow{line.size(), fmt::format("the line ends after {} field{}; {}", fields.size(),
-                                            fields.size() == 1 ? "" : "s", kParts)};
+    if (fields_.size() < kCriteoFields) {
+      throw BadRow{line.size(), fmt::format("the line ends after {} field{}; {}", fields_.size(),
+                                            fields_.size() == 1 ? "" : "s", kParts)};
     }
-    throw BadRow{offset_in(line, fields.back()), fmt::format("more than 40 fields; {}", kParts)};
+    throw BadRow{offset_in(line, fields_.back()), fmt::format("more than 40 fields; {}", kParts)};
   }
-  if (!is_criteo_label(fields[0])) {
-    throw BadRow{0, "field 1 (the label) is " + base::in_quotes(fields[0]) + ", not 0 or 1"};
+  if (!is_criteo_label(fields_[0])) {
+    throw BadRow{0, "field 1 (the label) is " + base::in_quotes(fields_[0]) + ", not 0 or 1"};
   }
   std::array<std::optional<int64_t>, kCriteoNumbers> values;
   for (size_t i = 0; i < values.size(); ++i) {
-    const std::string_view field = fields[1 + i];
+    const std::string_view field = fields_[1 + i];
     if (field.empty()) continue;
     values[i] = base::number<int64_t>(field);
     if (values[i]) continue;
@@ -159,10 +158,10 @@ bool ExampleParser::parse_criteo(std::string_view line, Examples& out) {
   }
   for (size_t i = values.size(); i < criteo_words_.size(); ++i) {
     word_ = criteo_words_[i];
-    word_.append(fields[1 + i]);
+    word_.append(fields_[1 + i]);
     out.tokens.push_back(number_of_word(word_, *vocabulary_));
   }
-  out.labels.push_back(fields[0] == "1" ? 1 : 0);
+  out.labels.push_back(fields_[0] == "1" ? 1 : 0);
   out.offsets.push_back(std::ssize(out.tokens));
   return true;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <functional>
 #include <new>
 #include <span>
@@ -146,9 +147,7 @@ void check_text(const std::string& path, uint64_t offset, std::string_view bytes
 uint64_t inspect(std::vector<SourceFile>& files) {
   store::ContentHasher hasher;
   const auto add_number = [&](uint64_t number) {
-    std::array<uint8_t, 8> bytes;
-    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(number >> (8 * i));
-    hasher.add(bytes);
+    hasher.add(std::bit_cast<std::array<uint8_t, 8>>(number));
   };
   add_number(files.size());
   std::vector<uint8_t> begin(kHashedBytes);
