@@ -43,14 +43,12 @@ void DetachedTasks::run(base::Task task) noexcept {
 }
 
 void CommunicatorSet::add(size_t number, std::shared_ptr<DeviceCommunicator> communicator) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!failure_->error()) {
-      communicators_[number] = std::move(communicator);
-      return;
-    }
+  std::unique_lock lock(mutex_);
+  if (failure_->error()) {
+    lock.unlock();
+    return abort_detached(communicator);
   }
-  abort_detached(communicator);
+  communicators_[number] = std::move(communicator);
 }
 
 void CommunicatorSet::end(const Error& error) {
