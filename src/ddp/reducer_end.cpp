@@ -185,10 +185,9 @@ std::vector<int64_t> Reducer::Impl::agreed_order() {
   std::vector<int64_t> sorted = agreed;
   std::sort(sorted.begin(), sorted.end());
   for (size_t i = 0; i < sorted.size(); ++i) {
-    if (sorted[i] != static_cast<int64_t>(i)) {
-      throw base::Exception(ErrorKind::kProtocol, "rank " + std::to_string(group_->world_rank(0)) +
-                                                      " sent an order of gradients that is none");
-    }
+    if (sorted[i] == static_cast<int64_t>(i)) continue;
+    throw base::Exception(ErrorKind::kProtocol, "rank " + std::to_string(group_->world_rank(0)) +
+                                                    " sent an order of gradients that is none");
   }
   return agreed;
 }
