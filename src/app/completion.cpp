@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cctype>
 
 #include <c10/util/StringUtil.h>

@@ -5,7 +5,9 @@
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 namespace distrain::base {
 namespace {

@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/rpc/channel.h"

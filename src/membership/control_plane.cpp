@@ -1,7 +1,6 @@
 #include "control_plane.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace distrain::membership {
 namespace {

@@ -1,5 +1,6 @@
 #include "arena.h"
 
+#include <atomic>
 #include <numeric>
 
 namespace distrain::net {

@@ -10,7 +10,6 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
-#include "distrain/base/thread_state.h"
 #include "net_impl.h"
 
 namespace distrain::net {

@@ -1,6 +1,5 @@
 #include "distrain/rows/row_store.h"
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <new>

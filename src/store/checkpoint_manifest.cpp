@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstdlib>
 #include <initializer_list>
 #include <vector>
 

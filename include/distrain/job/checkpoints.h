@@ -10,7 +10,6 @@
 #include "distrain/rpc/rref.h"
 #include "distrain/store/checkpoint_store.h"
 #include "distrain/store/named_tensors.h"
-#include "distrain/table/table_server.h"
 
 namespace distrain::job {
 

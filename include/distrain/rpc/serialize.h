@@ -1,12 +1,7 @@
 #pragma once
 
-#include <array>
-#include <map>
 #include <optional>
-#include <set>
 #include <tuple>
-#include <unordered_map>
-#include <unordered_set>
 #include <variant>
 
 #include <c10/core/Scalar.h>

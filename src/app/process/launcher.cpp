@@ -6,7 +6,6 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
-#include "process/output.h"
 #include "process/rank_group.h"
 
 namespace distrain::app {

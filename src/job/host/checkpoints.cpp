@@ -2,7 +2,6 @@
 
 #include <csignal>
 #include <filesystem>
-#include <ranges>
 #include <system_error>
 
 #include <c10/util/ScopeExit.h>
