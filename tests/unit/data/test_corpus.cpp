@@ -190,8 +190,8 @@ TEST_CASE("Impossible columns are refused") {
   const auto numbers = count_to(10);
   const Tokens& tokens = *numbers;
   CHECK(bad_data([&] { TokenColumns(tokens, 6, 0, 1); }) ==
-        "10 tokens are too few for 6 columns of at least two tokens: a smaller --batch-size makes "
-        "fewer columns");
+        "10 tokens are too few for 6 columns of at least two tokens: a smaller --batch-size or "
+        "--accumulate makes fewer");
   CHECK(bad_data([&] {
           TokenColumns(*make_tokens({}), 1, 0, 1);
         }).starts_with("0 tokens are too few"));
