@@ -115,9 +115,9 @@ group({"backward": [f"{args.bin}/bench_backward"]}, [
 group({n: hybrid("--trainers", n, "--threads", 1, "--epochs", 6400 // n) for n in (14, 126)}, [
     Row("hybrid, time of a step over all trainers, 126 beside 14 trainers",
         (126, "step_us", {}), (14, "step_us", {}), 1 / 0.7)])
-for job in ("rnn", "ps"):
-    one = ["--trainers", "1"]
-    group({kind: [f"{args.bin}/distrain", job, *one, "--epochs", "3", *(["--local"] if kind == "local" else [])]
+for job, epochs in (("rnn", 100), ("ps", 1)):
+    one = ["--trainers", "1", "--epochs", str(epochs)]
+    group({kind: [f"{args.bin}/distrain", job, *one, *(["--local"] if kind == "local" else [])]
            for kind in ("ranks", "local")}, [
         Row(f"{job}, time of a step, one trainer beside --local", ("ranks", "step_us", {}), ("local", "step_us", {}),
             1 / 0.9)])
