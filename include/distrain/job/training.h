@@ -40,6 +40,7 @@ class StepPasses {
     if (ids_.size() > 1) autograd::move_gradients(agent_, ids_[ids_.size() - 2], ids_.back());
     autograd::backward(contexts_.back(), {loss});
   }
+  /// Returns the numbers of the passes' contexts, for DistributedOptimizer::step().
   const std::vector<uint64_t>& contexts() const { return ids_; }
 
  private:
