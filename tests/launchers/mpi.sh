@@ -110,12 +110,14 @@ two_jobs() {
   example "$1.sh" "job=(hybrid --data teacher --epochs 40 --checkpoint-every 1000)"
   for job in a b; do
     sed "s|^folder=run-$1|folder=run-$job|" "$1.sh" >"$job.sh"
-    timeout -k 2 "$limit" bash "$job.sh" >"out.$job" 2>&1 &
+    timeout -k 2 "$limit" bash "$job.sh" >"out.$job" 2>"err.$job" &
     pids+=($!)
   done
   for job in a b; do
     await "${pids[0]}"
     pids=("${pids[@]:1}")
+    cp "out.$job" out
+    cp "err.$job" err
     expect 0 "$1, two jobs"
     find_files "$1" "run-$job"
     expect_ends 0 "$1, two jobs" "${files[@]}"
