@@ -1,5 +1,7 @@
 #include "operations.h"
 
+#include <bit>
+
 #include <ATen/Dispatch_v2.h>
 #include <ATen/core/grad_mode.h>
 
@@ -52,13 +54,17 @@ template <class T, class Op>
     input += begin;
     for (size_t i = 0; i < count; ++i) op(sum[i], static_cast<A>(input[i]));
   }
-  if constexpr (std::is_floating_point_v<A>) {
-    if (divisor != 1) {
-      for (size_t i = 0; i < count; ++i) sum[i] /= static_cast<A>(divisor);
-    }
-  }
   // Each element is read from all inputs before it is written, so `out` may be one of them.
-  for (size_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(sum[i]);
+  const auto write = [&](auto quotient) {
+    for (size_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(quotient(sum[i]));
+  };
+  if (divisor == 1) return write([](A x) { return x; });
+  if constexpr (std::is_floating_point_v<A>) {
+    const A number = static_cast<A>(divisor), inverse = 1 / number;
+    // For powers of 2 the product is exact, too, and faster.
+    if (std::has_single_bit(divisor)) return write([=](A x) { return x * inverse; });
+    write([=](A x) { return x / number; });
+  }
 }
 
 template <class T, class Op>
