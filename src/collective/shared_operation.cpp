@@ -126,12 +126,13 @@ class SharedOperation final : public Operation {
     if (!is_in_place()) outputs = {slot_data(core().rank()), bytes_of(work_)};
     const ByteRange all = chunk(core().rank());
     const size_t item = c10::elementSize(spec().dtype);
-    alignas(64) uint8_t block[kBlockBytes];
     for (const uint8_t*& input : inputs) input += all.begin;
     for (size_t at = all.begin; at < all.begin + all.size; at += kBlockBytes) {
       const size_t size = std::min(kBlockBytes, all.begin + all.size - at);
-      reduce(spec().reduce_op, spec().dtype, inputs, size / item, block);
-      for (uint8_t* const output : outputs) std::memcpy(output + at, block, size);
+      reduce(spec().reduce_op, spec().dtype, inputs, size / item, outputs[0] + at);
+      for (size_t i = 1; i < outputs.size(); ++i) {
+        std::memcpy(outputs[i] + at, outputs[0] + at, size);
+      }
       for (const uint8_t*& input : inputs) input += size;
     }
     set_mark(1);
