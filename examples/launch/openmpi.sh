@@ -10,14 +10,15 @@ log=$folder/log-$(date +%Y%m%dT%H%M%S.%3N)
 mkdir -p "$folder"
 [[ -s $folder/token ]] || (umask 077 && head -c 32 /dev/urandom | base64 >"$folder/token")
 
-# Of two mpiruns that start at once, one can fail to create the folder of all mpiruns in /tmp: this one gets its own.
-session=$(mktemp -d)
+# All mpiruns of a user share a folder in TMPDIR. If two start at the same time, one can fail to create that folder, so
+# each gets a TMPDIR of its own.
+session=$(mktemp -d) || exit
 trap 'rm -rf "$session"' EXIT
 
 # Each rank writes to files of its own under $log, because mpirun can truncate and mix lines of several ranks. With
 # --bind-to none, distrain divides a host's cores among its ranks. set -m keeps Ctrl-C from mpirun.
 set -m
-mpirun --host "$hosts" -n "$ranks" --bind-to none --output-filename "$log" --mca orte_local_tmpdir_base "$session" \
+TMPDIR=$session mpirun --host "$hosts" -n "$ranks" --bind-to none --output-filename "$log" \
   distrain "${job[@]}" --master-addr "${hosts%%:*}" --token-file "$folder/token" \
   --checkpoint "$folder/checkpoints" --resume auto >/dev/null &
 mpirun=$!

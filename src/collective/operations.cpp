@@ -59,12 +59,10 @@ template <class T, class Op>
     for (size_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(quotient(sum[i]));
   };
   if (divisor == 1) return write([](A x) { return x; });
-  if constexpr (std::is_floating_point_v<A>) {
-    const A number = static_cast<A>(divisor), inverse = 1 / number;
-    // For powers of 2 the product is exact, too, and faster.
-    if (std::has_single_bit(divisor)) return write([=](A x) { return x * inverse; });
-    write([=](A x) { return x / number; });
-  }
+  const A number = static_cast<A>(divisor), inverse = 1 / number;
+  // The inverse of a power of 2 is exact, so the product has the quotient's bits, but is faster.
+  if (std::has_single_bit(divisor)) return write([=](A x) { return x * inverse; });
+  write([=](A x) { return x / number; });
 }
 
 template <class T, class Op>
@@ -89,7 +87,7 @@ void reduce_typed(ReduceOp op, std::span<const uint8_t* const> inputs, size_t co
   if (op == ReduceOp::PRODUCT) return reduce_all<T>(kProduct, inputs, count, false, out);
   if (op == ReduceOp::MIN) return reduce_all<T>(kMin, inputs, count, false, out);
   if (op == ReduceOp::MAX) return reduce_all<T>(kMax, inputs, count, false, out);
-  reduce_all<T>(kSum, inputs, count, op == ReduceOp::AVG, out);
+  reduce_all<T>(kSum, inputs, count, op == ReduceOp::AVG && !std::is_integral_v<T>, out);
 }
 
 void copy_bytes(uint8_t* to, std::span<const uint8_t> from) {

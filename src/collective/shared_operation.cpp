@@ -9,7 +9,7 @@ namespace {
 
 enum Step : int { kEnter = 0, kReduce = 1, kCollect = 2 };
 
-// The part of a chunk that is reduced and then copied to all ranks while it is in the cache.
+// The part of a chunk that is reduced and then copied, from the cache, to the other outputs.
 constexpr size_t kBlockBytes = size_t{16} << 10;
 
 /// An allreduce or a barrier by marks in shared memory; see Note [Collectives in shared memory].
@@ -124,15 +124,14 @@ class SharedOperation final : public Operation {
       return;
     }
     if (!is_in_place()) outputs = {slot_data(core().rank()), bytes_of(work_)};
+    // In place, the first output is also an input, which reduce() allows.
     const ByteRange all = chunk(core().rank());
     const size_t item = c10::elementSize(spec().dtype);
     for (const uint8_t*& input : inputs) input += all.begin;
     for (size_t at = all.begin; at < all.begin + all.size; at += kBlockBytes) {
       const size_t size = std::min(kBlockBytes, all.begin + all.size - at);
       reduce(spec().reduce_op, spec().dtype, inputs, size / item, outputs[0] + at);
-      for (size_t i = 1; i < outputs.size(); ++i) {
-        std::memcpy(outputs[i] + at, outputs[0] + at, size);
-      }
+      for (size_t i = 1; i < outputs.size(); ++i) copy({at, size}, outputs[0], outputs[i]);
       for (const uint8_t*& input : inputs) input += size;
     }
     set_mark(1);

@@ -88,7 +88,7 @@ $(cat "$tmp/.checked")"
 expect() {
   [[ $code == "$1" ]] && return
   fail "$2: exit code $code, not $1"
-  tail -n 3 "${folder:-$tmp}"/{out,err} | cut -c1-400
+  tail -n 3 "${job_folder:-$tmp}"/{out,err} | cut -c1-400
 }
 
 # expect_log <name> [file]: checks that all lines have the common fields and that only the last line is an `end`.

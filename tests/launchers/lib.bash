@@ -36,7 +36,7 @@ own_hosts() {
 # values for these settings at its top.
 example() {
   local file=$1 setting
-  folder=$(mktemp -d "$tmp/job.XXXX") && chmod 755 "$tmp" "$folder" && cd "$folder" || exit
+  job_folder=$(mktemp -d "$tmp/job.XXXX") && chmod 755 "$tmp" "$job_folder" && cd "$job_folder" || exit
   cp "$examples/$file" .
   for setting in "${@:2}"; do
     grep -q "^${setting%%=*}=" "$file" || fail "$file has no setting ${setting%%=*}"

@@ -36,14 +36,15 @@ std::optional<int> blamed_rank(const Child& child) {
   return rank.get<int>();
 }
 
-/// Moves the heap to large pages. fork() copies the entry of each page, and LibTorch's operators
-/// alone take 13,000 small ones. Moving these takes as long as 10 to 100 forks.
+/// Moves the heap to large pages, because fork() copies an entry for each page, and LibTorch's
+/// operators alone take 13,000 small pages. The move takes as long as 10 to 100 forks.
 void move_heap_to_large_pages() {
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(sbrk(0)) / kPage * kPage;
-  const uintptr_t size = mallinfo2().arena / kPage * kPage;
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1; forks work without it, too
-  madvise(reinterpret_cast<void*>(end - size), size, kCollapse);
+  const auto end = reinterpret_cast<uintptr_t>(sbrk(0));
+  // mallinfo2() counts only this heap, because set_up_process() allows no other.
+  const uintptr_t begin = (end - mallinfo2().arena + kPage - 1) / kPage * kPage;
+  // 25 is MADV_COLLAPSE of Linux 6.1. If it fails, forks are only slower.
+  madvise(reinterpret_cast<void*>(begin), end / kPage * kPage - begin, 25);
 }
 
 nanoseconds as_time(double seconds) { return nanoseconds(static_cast<int64_t>(seconds * 1e9)); }

@@ -48,20 +48,25 @@ at::Tensor expected(ReduceOp op, const std::vector<at::Tensor>& inputs) {
   return sum.to(dtype);
 }
 
-void check_allreduce(TestGroup& group, ReduceOp op, at::ScalarType dtype, at::IntArrayRef sizes) {
+void check_allreduce(TestGroup& group, ReduceOp op, const std::vector<at::Tensor>& inputs) {
   const int size = group.network.size();
-  std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
-  for (int rank = 0; rank < size; ++rank) {
-    inputs.push_back(values(dtype, sizes, rank));
-    outputs.push_back(inputs.back().clone());
-  }
+  for (const at::Tensor& input : inputs) outputs.push_back(input.clone());
   run_ranks(size, [&](int rank) { group[rank].allreduce(outputs[size_t(rank)], op).wait(); });
   const at::Tensor wanted = expected(op, inputs);
   for (int rank = 0; rank < size; ++rank) {
-    INFO("rank " << rank << " of " << size << ", " << c10::toString(dtype) << " " << sizes);
+    INFO("rank " << rank << " of " << size << ", " << inputs[0].toString() << " "
+                 << inputs[0].sizes());
     CHECK(same_bits(outputs[size_t(rank)], wanted));
   }
+}
+
+void check_allreduce(TestGroup& group, ReduceOp op, at::ScalarType dtype, at::IntArrayRef sizes) {
+  std::vector<at::Tensor> inputs;
+  for (int rank = 0; rank < group.network.size(); ++rank) {
+    inputs.push_back(values(dtype, sizes, rank));
+  }
+  check_allreduce(group, op, inputs);
 }
 
 }  // namespace
@@ -88,7 +93,7 @@ TEST_CASE("allreduce works in chunks of any length") {
 
 TEST_CASE("allreduce works for every dtype") {
   const int64_t direct_bytes = GENERATE(1 << 20, 0);
-  TestGroup group(3, {.direct_bytes = direct_bytes});
+  TestGroup group(GENERATE(3, 4), {.direct_bytes = direct_bytes});
   for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
     for (auto op :
          {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX}) {
@@ -106,6 +111,20 @@ TEST_CASE("allreduce works for every dtype") {
   for (auto op : {ReduceOp::SUM, ReduceOp::AVG}) {
     check_allreduce(group, op, at::kComplexFloat, {517});
     check_allreduce(group, op, at::kComplexDouble, {517});
+  }
+}
+
+TEST_CASE("means have the bits of quotients at the limits of a dtype, too") {
+  const int size = GENERATE(2, 3, 4, 8);
+  TestGroup group(size);
+  for (auto dtype : {at::kDouble, at::kFloat}) {
+    // Around the least and the largest numbers; the sums of some of the latter overflow.
+    const at::Tensor least = values(dtype, {600}, 0) * (dtype == at::kFloat ? 1e-44 : 1e-322);
+    const at::Tensor largest = values(dtype, {600}, 1) * (dtype == at::kFloat ? 1e38 : 1e308);
+    std::vector<at::Tensor> inputs;
+    for (int rank = 0; rank < size; ++rank) inputs.push_back(at::cat({least, largest}).roll(rank));
+    inputs[0].index_put_({0}, NAN);
+    check_allreduce(group, ReduceOp::AVG, inputs);
   }
 }
 
