@@ -60,6 +60,11 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
+  /// Waits until all messages have been delivered. No message may be held back.
+  void await_deliveries() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return queues_.empty() && !is_delivering_; });
+  }
   /// Notifies all other ranks that `rank` is lost. `cause` is the rank to blame, by default `rank`.
   void kill(int rank, int cause = -1) {
     {
@@ -177,6 +182,7 @@ class FakeNetwork {
       if (found == queues_.end()) {
         found = std::find_if(queues_.begin(), start, is_ready);
         if (found == start) {
+          changed_.notify_all();  // for await_deliveries()
           changed_.wait(lock);
           continue;
         }
@@ -185,9 +191,11 @@ class FakeNetwork {
       Message message = std::move(found->second.front());
       found->second.pop_front();
       if (found->second.empty()) queues_.erase(found);
+      is_delivering_ = true;
       lock.unlock();
       deliver(pair.first, pair.second, std::move(message));
       lock.lock();
+      is_delivering_ = false;
     }
   }
 
@@ -232,6 +240,7 @@ class FakeNetwork {
   std::vector<int> hosts_;
   std::set<int> has_handler_;
   size_t messages_ = 0;
+  bool is_delivering_ = false;
   bool stopping_ = false;
   std::atomic<bool> is_cut_ = false;
   std::vector<Handler> handlers_;

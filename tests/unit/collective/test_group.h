@@ -20,11 +20,16 @@ using collective::Backend;
 using BackendPtr = c10::intrusive_ptr<Backend>;
 using ReduceOp = Backend::ReduceOp;
 
+/// The default timeout of a TestGroup: longer than a busy machine delays any rank, but a test in
+/// which one rank fails while others wait for it ends by itself.
+inline constexpr std::chrono::seconds kGroupTimeout{120};
+
 /// A group of all ranks of a job, connected by a FakeNetwork in this process.
 struct TestGroup {
   explicit TestGroup(int size, Backend::Settings settings = {}, uint32_t seed = 1,
                      std::vector<int> hosts = {})
       : network(size, seed) {
+    if (settings.timeout == kBackendDefaultTimeout) settings.timeout = kGroupTimeout;
     if (!hosts.empty()) network.put_on_hosts(std::move(hosts));
     std::vector<int> ranks(static_cast<size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
