@@ -19,11 +19,6 @@ net::Fd listen_at_meeting(const std::string& name) {
       0));
 }
 
-wire::Trust trust_of(const Options& options) {
-  if (!options.token.empty()) return wire::Trust::kToken;
-  return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
-}
-
 // Returns the hash of Options::job_id. If it is empty, rank 0 uses a random id, other ranks zero.
 wire::JobId own_job_id(const Options& options) {
   wire::JobId id{};
@@ -48,7 +43,10 @@ ControlPlane::ControlPlane(net::Loop& loop, const Options& options, Callbacks ca
                               std::bind_front(&ControlPlane::admit_on_loop, this),
                               std::bind_front(&ControlPlane::note_refused_on_loop, this)})),
       port_(options.master_port),
-      initial_identity_{options.rank, trust_of(options),
+      initial_identity_{options.rank,
+                        !options.token.empty() ? wire::Trust::kToken
+                        : options.insecure     ? wire::Trust::kAnybody
+                                               : wire::Trust::kSameUser,
                         options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
                         own_job_id(options)},
       identity_(initial_identity_),

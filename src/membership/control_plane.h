@@ -145,6 +145,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
       ++open_streams_;
     }
     streams_[++last_link_] = stream;
+    if (protocol_) protocol_->beat(base::Clock::now());
     return last_link_;
   }
   void note_closed_on_loop() {
@@ -208,6 +209,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
 
   std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const {
     if (!protocol_) return std::nullopt;
+    // On a busy machine, the handshakes of one round of the loop may take seconds.
+    protocol_->beat(base::Clock::now());
     if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
     if (protocol_->secret().empty()) return std::nullopt;
     return Credentials{identity_, protocol_->secret() + options_.token};

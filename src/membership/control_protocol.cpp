@@ -164,8 +164,7 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
   std::vector<Link> silent;
   for (auto& [link, connection] : connections_) {
     if (overslept) connection.heard = now;
-    const bool is_silent = judges && !connection.is_local && now - connection.heard >= limit;
-    if (is_silent) silent.push_back(link);
+    if (judges && !connection.is_local && now - connection.heard >= limit) silent.push_back(link);
   }
   for (const Link link : silent) {
     const auto found = connections_.find(link);
@@ -184,17 +183,10 @@ base::TimePoint ControlProtocol::tick(base::TimePoint now) {
     }
     if (state_ == State::kOver) return base::kNever;
   }
-  if (now >= next_beat_) {
-    for (const auto& [link, connection] : connections_) {
-      if (!connection.is_local) transport_.send(link, {FrameKind::kHeartbeat});
-    }
-    next_beat_ = now + interval_;
-  }
+  beat(now);
   wake_at_ = next_beat_;
-  if (judges) {
-    for (const auto& [link, connection] : connections_) {
-      if (!connection.is_local) wake_at_ = std::min(wake_at_, connection.heard + limit);
-    }
+  for (const auto& [link, connection] : connections_) {
+    if (judges && !connection.is_local) wake_at_ = std::min(wake_at_, connection.heard + limit);
   }
   return wake_at_;
 }

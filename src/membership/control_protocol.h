@@ -170,6 +170,14 @@ class ControlProtocol {
   void closed(Link link, const Error& error);
   /// Sends heartbeats and declares silent peers lost. Returns the time for the next call.
   base::TimePoint tick(base::TimePoint now);
+  /// Sends heartbeats if they are due.
+  void beat(base::TimePoint now) {
+    if (state_ == State::kOver || now < next_beat_) return;
+    for (const auto& [link, connection] : connections_) {
+      if (!connection.is_local) transport_.send(link, {FrameKind::kHeartbeat});
+    }
+    next_beat_ = now + interval_;
+  }
 
   bool is_running() const { return state_ == State::kRunning; }
   bool is_over() const { return state_ == State::kOver; }

@@ -125,7 +125,7 @@ void BulkReceiver::on_ready_on_loop(int) {
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0 && errno == EAGAIN) return;
     if (bytes <= 0) return break_on_loop(broken(bytes < 0 ? errno : 0));
-    last_heard_ = loop_->now_on_loop();
+    last_heard_ = base::Clock::now();
     if (!is_tcp_) base::thread_state().poll.offer_core();
     taken += static_cast<size_t>(bytes);
     first->filled += static_cast<size_t>(bytes);

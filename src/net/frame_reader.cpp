@@ -75,7 +75,7 @@ ssize_t FrameReader::receive(int fd, std::span<uint8_t> bytes) {
 
 // Takes `bytes` that were read into `room_`, or else behind head_ in the scratch buffer.
 void FrameReader::take_bytes(Loop::Impl& loop, size_t bytes) {
-  last_heard = loop.now_on_loop();
+  last_heard = base::Clock::now();
   if (!room_.empty()) {
     loop.note_activity_on_loop();
     room_ = room_.subspan(bytes);

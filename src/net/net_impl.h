@@ -91,11 +91,6 @@ struct Loop::Impl final : base::EventLoop {
     return {scratch.get(), kBytes};
   }
 
-  /// Returns the time of the last wake-up, in whole milliseconds. libuv uses base::Clock, too.
-  base::TimePoint now_on_loop() const {
-    return base::TimePoint(std::chrono::milliseconds(uv_now(&uv)));
-  }
-
   bool in_loop() const {
     return thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }

@@ -4,6 +4,7 @@
 #include <deque>
 
 #include <netinet/in.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <uv.h>
 
@@ -105,6 +106,10 @@ class SocketStream final : public Stream,
   }
 
   base::TimePoint last_heard_on_loop() const override {
+    // Bytes that a busy loop has not read yet count, too.
+    int unread = 0;
+    if ((watched_ & UV_READABLE) != 0) ioctl(socket_.get(), FIONREAD, &unread);
+    if (unread > 0) return base::Clock::now();
     return bulk_receiver_ ? std::max(reader_.last_heard, bulk_receiver_->last_heard())
                           : reader_.last_heard;
   }
@@ -277,7 +282,7 @@ class SocketStream final : public Stream,
       if (handler->on_close) handler->on_close(closed_here());
       return;
     }
-    reader_.last_heard = loop_->now_on_loop();
+    reader_.last_heard = base::Clock::now();
     loop_->scratch_on_loop();  // allocates here, because a callback of libuv must not throw
     loop_->hold_on_loop(shared_from_this());
     if (const int code = uv_poll_init(&loop_->uv, &poll_, socket_.get()); code < 0) {

@@ -232,9 +232,30 @@ TEST_CASE("a connection for calls has heartbeats and a timeout, except within a 
   };
   for (int i = 0; i < 3; ++i) tick();
   CHECK(counts.frames[FrameKind::kHeartbeat] - before == 3 * 3);
+  coordinator.beat(now);  // not due yet
+  CHECK(counts.frames[FrameKind::kHeartbeat] - before == 3 * 3);
   CHECK(counts.lost.empty());
   tick();
   CHECK(counts.lost == std::vector{2});
+}
+
+TEST_CASE("a rank whose tick is late sends its heartbeats between other events") {
+  Counts counts;
+  membership::ControlSettings settings;
+  settings.job = kSimulatedJob;
+  settings.names = {"w0", "w1"};
+  settings.peer_timeout = std::chrono::seconds(2);
+  const base::TimePoint start{};
+  Coordinator coordinator(settings, counts, start);
+  coordinator.begin();
+  REQUIRE_FALSE(coordinator.join(1, 1, {kSimulatedJob, 0, {}, {}}, start));
+  coordinator.tick(start);
+  const uint64_t before = counts.frames[FrameKind::kHeartbeat];
+  for (int i = 1; i <= 30; ++i) coordinator.beat(start + i * std::chrono::milliseconds(100));
+  CHECK(counts.frames[FrameKind::kHeartbeat] - before == 6);  // each 500 ms
+  // The tick is late, so this rank has read nothing for a while and judges no rank.
+  coordinator.tick(start + std::chrono::seconds(3));
+  CHECK(counts.lost.empty());
 }
 
 }  // namespace distrain::fake_network

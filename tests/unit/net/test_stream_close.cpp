@@ -182,6 +182,29 @@ TEST_CASE("a peer's last frame is received though the peer left our queue unread
   }
 }
 
+TEMPLATE_TEST_CASE("bytes that a busy loop has not read yet show that the peer is alive", "", Tcp,
+                   Unix) {
+  Half<TestType> half;
+  base::Promise<base::TimePoint> before, after;
+  base::Promise<void> sent;
+  half.loop.post([&, is_sent = sent.future()] {
+    before.set(half.stream->last_heard_on_loop());
+    while (!is_sent.done()) std::this_thread::yield();
+    base::TimePoint heard = before.future().wait();
+    const base::TimePoint end = base::deadline_after(kLongest);
+    while (heard == before.future().wait() && base::Clock::now() < end) {
+      heard = half.stream->last_heard_on_loop();
+    }
+    after.set(heard);
+  });
+  const base::TimePoint first = before.future().wait();
+  const base::TimePoint start = base::Clock::now();
+  REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(1, 0, 0))));
+  sent.set();
+  CHECK(first < start);
+  CHECK(after.future().wait() >= start);
+}
+
 TEST_CASE("a late loop still receives a peer's last frame") {
   Half<Unix> half;
   ::shutdown(half.raw.get(), SHUT_RD);  // a write fails; the stream still reads for one second
