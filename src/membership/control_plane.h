@@ -145,7 +145,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
       ++open_streams_;
     }
     streams_[++last_link_] = stream;
-    if (protocol_) protocol_->beat(base::Clock::now());
+    beat_on_loop();
     return last_link_;
   }
   void note_closed_on_loop() {
@@ -207,10 +207,14 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   }
   wire::Directory::Entry reachable(int rank, wire::Directory::Entry entry) const;
 
-  std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) const {
+  // Sends due heartbeats between handshakes: on a busy machine, one round of the loop with hundreds
+  // of handshakes may take seconds.
+  void beat_on_loop() {
+    if (protocol_) protocol_->beat(base::Clock::now());
+  }
+  std::optional<Credentials> credentials_on_loop(wire::HelloPurpose purpose) {
+    beat_on_loop();
     if (!protocol_) return std::nullopt;
-    // On a busy machine, the handshakes of one round of the loop may take seconds.
-    protocol_->beat(base::Clock::now());
     if (purpose == wire::HelloPurpose::kJoin) return Credentials{identity_, options_.token};
     if (protocol_->secret().empty()) return std::nullopt;
     return Credentials{identity_, protocol_->secret() + options_.token};

@@ -106,7 +106,8 @@ class SocketStream final : public Stream,
   }
 
   base::TimePoint last_heard_on_loop() const override {
-    // Bytes that a busy loop has not read yet count, too.
+    // Unread bytes are a sign of life, because a busy loop reads late. But while this stream has
+    // paused reading, they may be older than the peer's death.
     int unread = 0;
     if ((watched_ & UV_READABLE) != 0) ioctl(socket_.get(), FIONREAD, &unread);
     if (unread > 0) return base::Clock::now();

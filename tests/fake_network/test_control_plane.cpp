@@ -252,10 +252,10 @@ TEST_CASE("a rank whose tick is late sends its heartbeats between other events")
   coordinator.tick(start);
   const uint64_t before = counts.frames[FrameKind::kHeartbeat];
   for (int i = 1; i <= 30; ++i) coordinator.beat(start + i * std::chrono::milliseconds(100));
-  CHECK(counts.frames[FrameKind::kHeartbeat] - before == 6);  // each 500 ms
-  // The tick is late, so this rank has read nothing for a while and judges no rank.
+  CHECK(counts.frames[FrameKind::kHeartbeat] - before == 6);  // every 500 ms
+  // The tick is late, so this rank has read nothing for a while and judges no rank: on_failed()
+  // would fail this test.
   coordinator.tick(start + std::chrono::seconds(3));
-  CHECK(counts.lost.empty());
 }
 
 }  // namespace distrain::fake_network

@@ -87,7 +87,8 @@ class Stream {
   virtual base::Status send(OutFrame frame) = 0;
   /// Writes the queue, or drops it if not `flush`, then closes. Delivers frames until on_close.
   virtual void close(bool flush = true) = 0;
-  /// Returns the time of the last bytes received, or of the start of the stream.
+  /// Returns the time of the last bytes received, or of the start of the stream. If bytes wait to
+  /// be read, returns the current time, unless the stream has paused reading.
   virtual base::TimePoint last_heard_on_loop() const = 0;
   /// Returns the peer's address for messages: "10.0.0.2:4711" or "unix".
   virtual const std::string& peer_name() const = 0;

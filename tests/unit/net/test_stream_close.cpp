@@ -184,9 +184,9 @@ TEST_CASE("a peer's last frame is received though the peer left our queue unread
 
 TEMPLATE_TEST_CASE("bytes that a busy loop has not read yet show that the peer is alive", "", Tcp,
                    Unix) {
-  Half<TestType> half;
   base::Promise<base::TimePoint> before, after;
   base::Promise<void> sent;
+  Half<TestType> half;
   half.loop.post([&, is_sent = sent.future()] {
     before.set(half.stream->last_heard_on_loop());
     while (!is_sent.done()) std::this_thread::yield();
