@@ -16,10 +16,10 @@ void ChannelImpl::set_handler(Handler handler) {
   {
     std::unique_lock lock(mutex_);
     handler_ = nullptr;
-    idle_.wait(lock, [this] { return running_ == 0; });
-    early.swap(early_);
     // Until the new handler has got the earlier messages, deliver() queues new ones behind them.
     handler_set_ = next == nullptr;
+    idle_.wait(lock, [this] { return running_ == 0; });
+    early.swap(early_);
   }
   for (;;) {
     for (ChannelMessage& message : early) {

@@ -169,3 +169,33 @@ TEST_CASE("an error of a message handler is not the sender's fault") {
   CHECK(error.message == "no room here");
   cluster[1].open_channel(kLane).set_handler({});  // returns when the failed handler has ended
 }
+
+TEST_CASE("messages that arrive while a handler is replaced wait for the new handler") {
+  Cluster cluster(1, expose_late);
+  rpc::Channel& channel = cluster[0].open_channel(20);
+  base::Promise<void> entered, go;
+  std::atomic<uint64_t> to_first{0}, to_second{0};
+  channel.set_handler({.on_message = [&](const rpc::ChannelMessage& message) {
+    if (message.tag.a > 0) {
+      ++to_first;
+      return;
+    }
+    entered.set();
+    go.future().wait();
+  }});
+  std::thread sender([&] { channel.send(0, {}, {}, nullptr); });
+  entered.future().wait();
+  std::thread replacer([&] {
+    channel.set_handler({.on_message = [&](const rpc::ChannelMessage&) { ++to_second; }});
+  });
+  uint64_t sent = 0;
+  do {
+    channel.send(0, {++sent, 0, 0}, {}, nullptr);
+    std::this_thread::yield();
+  } while (to_first == sent);  // until set_handler() waits for the first handler to end
+  go.set();
+  sender.join();
+  replacer.join();
+  CHECK(to_first == sent - 1);
+  CHECK(to_second == 1);
+}
