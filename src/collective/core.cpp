@@ -19,6 +19,7 @@ Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
       group_id_(group_id),
       ranks_(std::move(ranks)),
       peers_(ranks_.size()),
+      has_met_(ranks_.size()),
       sharing_(shares_memory && ranks_.size() > 1 ? Sharing::kUndecided : Sharing::kNo) {
   std::vector<uint8_t> is_listed(static_cast<size_t>(channel_.world_size()));
   for (const int each : ranks_) {
@@ -56,21 +57,31 @@ void Core::close() {
     std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
     failure_ = closed;
-    room_.notify_all();
-    sharing_decided_.notify_all();
   }
-  channel_.set_handler({});
   abort(closed);
   {
     std::unique_lock lock(mutex_);
     idle_.wait(lock, [this] { return active_ == 0; });
-    early_.clear();
   }
+  // See Note [Closing a group]. Answers each rank once, so that a flood has few answers.
+  channel_.set_handler({.on_message = [&channel = channel_, id = group_id_,
+                                       answered = std::vector<uint8_t>(channel_.world_size())](
+                                          const rpc::ChannelMessage& message) mutable {
+    auto& is_answered = answered[static_cast<size_t>(message.from)];
+    if (message.tag.b == kClosed || std::exchange(is_answered, 1) != 0) return;
+    try {
+      channel.send(message.from, {id, kClosed, 0}, {}, nullptr);
+    } catch (...) {  // the rank is lost
+    }
+  }});
   {
-    std::lock_guard lock(looks_mutex_);
+    std::scoped_lock lock(mutex_, looks_mutex_);
+    early_.clear();
     are_looks_over_ = true;
   }
-  for (const int to : others()) send_control(to, kClosed, 0);
+  for (const int to : others()) {
+    if (rank_ == 0 || to == 0 || has_met_[static_cast<size_t>(to)]) send_control(to, kClosed, 0);
+  }
 }
 
 void Core::abort(const Error& error) {
@@ -211,6 +222,7 @@ void Core::send_each(const std::function<void(int to)>& send_to) {
 void Core::on_message(rpc::ChannelMessage message) {
   const int from = group_rank(message.from);
   if (from < 0 || from == rank_) return;  // outside the group, or this rank itself
+  has_met_[static_cast<size_t>(from)] = true;
   std::shared_ptr<Operation> operation;
   std::optional<Error> failure;
   bool post = false;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -58,9 +59,17 @@ constexpr bool is_transfer(uint64_t number) {
 // the window, so a peer has twice kWindow for the headers of its early recvs.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
-/// The operation number in the last message of a rank that closes the group.
+// Note [Closing a group]
+//
+// A rank that closes the group notifies group rank 0 and the ranks with which it has exchanged
+// messages, so that closing connects no more ranks. Then its channel answers each other rank's
+// message by kClosed. A rank that waits for another has sent it a message, except in shared memory:
+// there, a rank that has waited for kPatience sends kLook to the ranks that it lacks.
+inline constexpr std::chrono::seconds kPatience{2};
+
+/// The operation number in the messages of a rank that has closed the group.
 inline constexpr uint64_t kClosed = UINT64_MAX;
-/// Tells the receiver to look at the marks in shared memory.
+/// Tells the receiver to look at the marks in shared memory. Also announces a send().
 inline constexpr uint64_t kLook = UINT64_MAX - 1;
 /// Agrees on shared memory: the step is a SharingStep.
 inline constexpr uint64_t kSharing = UINT64_MAX - 2;
@@ -76,7 +85,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
   void open();
   /// Fails pending operations with `cancelled` and notifies the other ranks, so that their
-  /// operations that need this rank fail. When close() returns, no thread uses the channel.
+  /// operations that need this rank fail. Then only the channel's handler uses the channel.
   void close();
   /// Fails pending operations with `error`; the group stays usable.
   void abort(const base::Error& error);
@@ -172,8 +181,11 @@ class Core : public std::enable_shared_from_this<Core> {
 
   /// Sends to group rank `to`. The caller is counted in `active_` and does not hold mutex_.
   void send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
-            std::shared_ptr<const void> keep_alive) {
-    channel_.send(world_rank(to), wire_tag(number, step), pieces, std::move(keep_alive));
+            std::shared_ptr<const void> keep_alive,
+            std::shared_ptr<const net::Fd> descriptor = {}) {
+    has_met_[static_cast<size_t>(to)] = true;
+    channel_.send(world_rank(to), wire_tag(number, step), pieces, std::move(keep_alive),
+                  std::move(descriptor));
   }
   void send(int to, uint64_t number, int step, const base::BufferPtr& buffer) {
     const std::span<const uint8_t> piece(buffer->data, buffer->size);
@@ -297,7 +309,8 @@ class Core : public std::enable_shared_from_this<Core> {
   std::unordered_map<uint32_t, uint64_t> next_;  // next operation number, by sequence
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
   std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;
-  std::vector<Peer> peers_;             // by group rank
+  std::vector<Peer> peers_;                 // by group rank
+  std::vector<std::atomic<bool>> has_met_;  // by group rank: has exchanged messages with this rank
   std::condition_variable room_;        // notified if a window may have room or an operation fails
   std::optional<base::Error> failure_;  // permanent failure of the group
   bool closed_ = false;

@@ -14,8 +14,7 @@ using base::ErrorKind;
 void Core::send_control(int to, uint64_t number, int step,
                         std::shared_ptr<const net::Fd> descriptor) {
   try {
-    const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
-    channel_.send(world_rank(to), tag, {}, nullptr, std::move(descriptor));
+    send(to, number, step, {}, nullptr, std::move(descriptor));
   } catch (...) {
     // The rank is lost, which on_peer_lost() handles.
   }

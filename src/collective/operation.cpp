@@ -12,13 +12,9 @@ namespace distrain::collective {
 using base::Error;
 using base::ErrorKind;
 
-namespace {
-
-bool is_active(OperationState state) {
+static bool is_active(OperationState state) {
   return state == OperationState::kStarting || state == OperationState::kRunning;
 }
-
-}  // namespace
 
 bool Operation::expects(int, int from) const { return from != core_->rank(); }
 
@@ -269,11 +265,23 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
     base::BlockingScope blocking;
     lock.lock();
     look_locked();
-    base::wait_until(changed_, lock, limit, [this] { return ready_or_done(); });
+    const auto over = [this] { return ready_or_done(); };
+    const base::TimePoint patience = std::min(limit, begun_ + kPatience);
+    if (shared && !base::wait_until(changed_, lock, patience, over)) ask_lacked_locked();
+    base::wait_until(changed_, lock, limit, over);
     lock.unlock();
   }
   lock.lock();
   look_locked();
+}
+
+// Lets the ranks that this operation lacks answer if they have closed the group.
+void Operation::ask_lacked_locked() {
+  std::vector<int> lacked = core_->others();
+  std::erase_if(lacked, [this](int rank) {
+    return !lacks(step_, rank) || core_->has_met_[static_cast<size_t>(rank)];
+  });
+  if (!lacked.empty()) core_->post_control(std::move(lacked), kLook, 0);
 }
 
 Error Operation::deadline_error_locked() const {

@@ -60,7 +60,8 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
-  /// Waits until all messages have been delivered. No message may be held back.
+  /// Waits until all messages have been delivered, but not for the tasks that they start on
+  /// executors. No message may be held back.
   void await_deliveries() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return queues_.empty() && !is_delivering_; });

@@ -57,7 +57,7 @@ TEST_CASE("two ranks that call different operations both get an error") {
       {gather, root0, "allgather", "broadcast"},
   };
   for (const Case& test : cases) {
-    TestGroup group(2, {.timeout = milliseconds(20000), .shared_memory = shared_memory});
+    TestGroup group(2, {.shared_memory = shared_memory});
     for (const base::Error& error : errors_of(group, {test.first, test.second})) {
       INFO(error.message);
       CHECK(error.kind == ErrorKind::kInvalid);
@@ -75,7 +75,7 @@ TEST_CASE("one of eight ranks that calls another operation is named") {
   const bool shared_memory = GENERATE(true, false);
   // With fewer CPUs than ranks, the last rank does not reduce a part of a larger tensor.
   const int64_t count = GENERATE(7, 100000);
-  TestGroup group(8, {.timeout = milliseconds(20000), .shared_memory = shared_memory});
+  TestGroup group(8, {.shared_memory = shared_memory});
   std::vector<Call> calls(8, [](Backend& b) { return b.allreduce(at::ones({7})); });
   calls[7] = [&](Backend& b) { return b.allreduce(at::ones({count}), ReduceOp::MAX); };
   for (const base::Error& error : errors_of(group, calls)) {
@@ -92,7 +92,7 @@ TEST_CASE("a rank that is missing at the deadline is named") {
   const auto second = group[2].allreduce(at::ones({count}));
   group.network.await_deliveries();
   for (const auto& pending : {first, second}) {
-    pending.expire();
+    expire(pending);
     const base::Error error = thrown_by([&] { pending.wait(); });
     INFO(error.message);
     CHECK(error.kind == ErrorKind::kDeadline);
@@ -132,7 +132,7 @@ TEST_CASE("messages of a late rank do not disturb later operations") {
   TestGroup group(2, {.shared_memory = shared_memory});
   const at::Tensor x = at::ones({5});
   const auto late = group[0].allreduce(x);
-  late.expire();
+  expire(late);
   CHECK(thrown_by([&] { late.wait(); }).kind == ErrorKind::kDeadline);
   run_ranks(2, [&](int rank) {
     if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 had sent its data
@@ -352,7 +352,7 @@ TEST_CASE("a rank that sends too many messages without a payload is overloaded")
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto backend =
       c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, ranks});
-  const auto pending = backend->broadcast(at::ones({1}), 1, milliseconds(20000));
+  const auto pending = backend->broadcast(at::ones({1}), 1, kGroupTimeout);
   constexpr uint64_t kMessages = 2 * collective::kWindow / wire::kHeaderBytes / (kRanks - 1);
   for (uint64_t number = 1; number <= kMessages + 1; ++number) {
     network.channel(1).send(0, {1, number, 0}, {}, nullptr);
@@ -383,7 +383,7 @@ TEST_CASE("a rank whose operation cannot begin tells the others") {
   FailingChannel channel(network.channel(0));
   base::ThreadPool pool({.name = "test"});
   const collective::Group group{1, {0, 1}};
-  const Backend::Settings settings{.timeout = milliseconds(20000), .shared_memory = false};
+  const Backend::Settings settings{.timeout = kGroupTimeout, .shared_memory = false};
   const auto failing = c10::make_intrusive<Backend>(channel, pool, group, settings);
   const auto other = c10::make_intrusive<Backend>(network.channel(1), pool, group, settings);
   const at::Tensor x = at::ones({5});
@@ -398,6 +398,7 @@ TEST_CASE("a rank whose operation cannot begin tells the others") {
     CHECK(error.kind == ErrorKind::kResources);
   }
   CHECK(thrown_by([&] { second.wait(); }).rank == 0);
+  network.await_deliveries();  // before `channel` is destroyed, which answers messages
 }
 
 TEST_CASE("malformed messages fail the operation") {
@@ -409,7 +410,7 @@ TEST_CASE("malformed messages fail the operation") {
     auto backend =
         c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}},
                                      Backend::Settings{.shared_memory = false});
-    const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, milliseconds(30000));
+    const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, kGroupTimeout);
     bytes.resize(random() % 200);
     for (uint8_t& byte : bytes) byte = uint8_t(random());
     // Half of the messages begin with a valid header.

@@ -46,6 +46,11 @@ struct TestGroup {
   std::vector<BackendPtr> backends;
 };
 
+/// Ends `pending` as if its deadline had passed. Runs its ready steps first, so that it waits.
+inline void expire(const collective::Pending& pending) {
+  while (!pending.done()) pending.expire();
+}
+
 /// Returns the error that `f` throws; fails the test if `f` throws nothing or another type.
 template <class F>
 base::Error thrown_by(F f) {

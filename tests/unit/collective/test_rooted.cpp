@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kRanks = 20;
 constexpr int kNoneShared = kRanks - 1;  // messages that tell the ranks to share no memory
-constexpr std::chrono::milliseconds kLong{20000};
 
 // Calls `call` on each rank, in the order of `order`, and returns each rank's error, if any.
 std::vector<std::optional<base::Error>> errors_of(TestGroup& group,
@@ -97,7 +96,7 @@ TEST_CASE("a rank with another operation fails that of all ranks, which name the
   const int odd = GENERATE(0, 7);
   const int what = GENERATE(0, 1, 2, 3, 4);
   CAPTURE(odd, what);
-  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
+  TestGroup group(kRanks, {.shared_memory = false});
   const auto errors = errors_of(group, [&](int rank) -> Pending {
     collective::Backend& backend = group[rank];
     if (rank != odd) return backend.allreduce(at::ones({7}));
@@ -117,14 +116,14 @@ TEST_CASE("a rank with another operation fails that of all ranks, which name the
 }
 
 TEST_CASE("all ranks name the rank that is missing at rank 0's deadline") {
-  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
+  TestGroup group(kRanks, {.shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == 5) continue;
     pending.push_back(group[rank].allreduce(at::ones({7})));
   }
   group.network.await_deliveries();
-  pending.front().expire();
+  expire(pending.front());
   for (const Pending& each : pending) {
     const base::Error error = thrown_by([&] { each.wait(); });
     INFO(error.message);
@@ -135,7 +134,7 @@ TEST_CASE("all ranks name the rank that is missing at rank 0's deadline") {
 
 TEST_CASE("a rank that closes a large group fails the operations of all others") {
   const int closing = GENERATE(0, 9);
-  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
+  TestGroup group(kRanks, {.shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank != closing) pending.push_back(group[rank].allreduce(at::ones({7})));
@@ -149,9 +148,17 @@ TEST_CASE("a rank that closes a large group fails the operations of all others")
   }
 }
 
+TEST_CASE("ranks that close a group tell only rank 0 and the ranks that they have met") {
+  TestGroup group(kRanks, {.shared_memory = false});
+  check_usable(group);
+  const size_t before = group.network.messages();
+  group.backends.clear();
+  CHECK(group.network.messages() - before == 2 * (kRanks - 1));
+}
+
 TEST_CASE("the loss of a rank fails the operations of a large group") {
   const int lost = GENERATE(0, 9);
-  TestGroup group(kRanks, {.timeout = kLong, .shared_memory = false});
+  TestGroup group(kRanks, {.shared_memory = false});
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank != lost) pending.push_back(group[rank].allreduce(at::ones({7})));

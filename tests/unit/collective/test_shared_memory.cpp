@@ -28,7 +28,6 @@ constexpr int kManyRanks = 4, kMostRanks = 4;
 constexpr int kManyRanks = 20, kMostRanks = 64;
 #endif
 constexpr int64_t kLarge = 300000;  // floats, above the largest tensor in a slot
-constexpr std::chrono::milliseconds kPatient{20000};
 
 at::Tensor allocate(Backend& backend, int64_t floats) {
   return backend.allocate(static_cast<size_t>(floats) * sizeof(float)).view(at::kFloat);
@@ -57,7 +56,7 @@ struct Rogue {
     }});
     backend = c10::make_intrusive<Backend>(network.channel(0), executor ? *executor : pool,
                                            collective::Group{1, {0, 1}},
-                                           Backend::Settings{.timeout = kPatient});
+                                           Backend::Settings{.timeout = kGroupTimeout});
   }
   ~Rogue() {
     backend.reset();
@@ -132,7 +131,7 @@ TEST_CASE("a tensor in shared memory outlives its group") {
 }
 
 TEST_CASE("memory of a failed allreduce is reused when all ranks have left its slot") {
-  TestGroup group(2, {.timeout = kPatient});
+  TestGroup group(2);
   std::promise<void> begun;
   run_ranks(2, [&](int rank) {
     at::Tensor x = allocate(group[rank], kLarge);
@@ -179,7 +178,7 @@ TEST_CASE("an allreduce of 16 KiB of 64 ranks in shared memory takes few message
 
 TEST_CASE("operations that nobody awaits give their slots back") {
   const int64_t count = GENERATE(5, 100000);
-  TestGroup group(3, {.timeout = kPatient});
+  TestGroup group(3);
   run_ranks(3, [&](int rank) {
     const at::Tensor x = at::ones({count});
     for (int i = 0; i < 30; ++i) group[rank].allreduce(x.clone());
@@ -190,7 +189,7 @@ TEST_CASE("operations that nobody awaits give their slots back") {
 TEST_CASE("slots stay in step when a rank skips operations or calls others") {
   const int64_t count = GENERATE(5, 100000);
   const bool refuses = GENERATE(true, false);
-  TestGroup group(3, {.timeout = kPatient});
+  TestGroup group(3);
   run_ranks(3, [&](int rank) {
     for (int round = 0; round < 3; ++round) {
       const auto before = group[rank].allreduce(at::ones({count}));
@@ -222,7 +221,7 @@ TEST_CASE("a rank that shares no memory makes all ranks use messages") {
   base::ThreadPool pool({.name = "test"});
   std::vector<BackendPtr> backends;
   for (int rank = 0; rank < 3; ++rank) {
-    const Backend::Settings settings{.timeout = kPatient,
+    const Backend::Settings settings{.timeout = kGroupTimeout,
                                      .shared_memory = !by_setting || rank != isolated};
     backends.push_back(c10::make_intrusive<Backend>(network.channel(rank), pool,
                                                     collective::Group{1, {0, 1, 2}}, settings));
@@ -239,13 +238,13 @@ TEST_CASE("a rank that shares no memory makes all ranks use messages") {
 TEST_CASE("all of many ranks name the rank that a reducer waits for") {
   constexpr int kRanks = kManyRanks, kMissing = kRanks - 2;
   const int64_t count = GENERATE(5, 100000);
-  TestGroup group(kRanks, {.timeout = kPatient});
+  TestGroup group(kRanks);
   std::vector<Pending> pending;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank != kMissing) pending.push_back(group[rank].allreduce(at::ones({count})));
   }
   for (const Pending& each : pending) {
-    each.expire();
+    expire(each);
     const base::Error error = thrown_by([&] { each.wait(); });
     INFO(error.message);
     CHECK(error.kind == ErrorKind::kDeadline);
@@ -253,8 +252,37 @@ TEST_CASE("all of many ranks name the rank that a reducer waits for") {
   }
 }
 
+TEST_CASE("all ranks learn in shared memory that a rank has closed the group") {
+  const int64_t count = GENERATE(5, 100000);
+  const bool is_rank_0_late = GENERATE(false, true);
+  constexpr int size = kManyRanks;
+  TestGroup group(size);
+  std::vector<Pending> pending;
+  const auto begin = [&](int rank) { pending.push_back(group[rank].allreduce(at::ones({count}))); };
+  for (int rank = is_rank_0_late ? 1 : 0; rank < size - 1; ++rank) begin(rank);
+  group.backends.back().reset();
+  group.network.await_deliveries();
+  if (is_rank_0_late) begin(0);
+  for (const Pending& each : pending) {
+    const base::Error error = thrown_by([&] { each.wait(); });
+    INFO(error.message);
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == size - 1);
+  }
+}
+
+TEST_CASE("a rank learns in shared memory that a rank has closed the group, even without rank 0") {
+  TestGroup group(3);
+  const Pending first = group[0].enter_barrier(), second = group[1].enter_barrier();
+  group.backends[0].reset();
+  group.backends[2].reset();
+  const base::Error error = thrown_by([&] { second.wait(); });
+  CHECK(error.kind == ErrorKind::kPeerLost);
+  CHECK(error.rank == 2);
+}
+
 TEST_CASE("an operation that ends before it has its slot fails on all ranks") {
-  TestGroup group(2, {.timeout = kPatient});
+  TestGroup group(2);
   const at::Tensor x = at::ones({5});
   std::vector<Pending> begun;
   for (uint64_t i = 0; i < SharedSpace::kSlots; ++i) begun.push_back(group[0].allreduce(x.clone()));
@@ -268,13 +296,13 @@ TEST_CASE("an operation that ends before it has its slot fails on all ranks") {
 }
 
 TEST_CASE("a queued operation names the rank for which the operation before waits") {
-  TestGroup group(3, {.timeout = kPatient});
+  TestGroup group(3);
   const at::Tensor x = at::ones({5});
   std::vector<Pending> begun;
   for (const int rank : {0, 1}) {
     for (int i = 0; i < 6; ++i) begun.push_back(group[rank].allreduce(x.clone()));
   }
-  begun.back().expire();
+  expire(begun.back());
   const base::Error error = thrown_by([&] { begun.back().wait(); });
   INFO(error.message);
   CHECK(error.kind == ErrorKind::kDeadline);
@@ -303,7 +331,7 @@ TEST_CASE("the wait for an agreement ends by abort() and at the deadline, naming
 }
 
 TEST_CASE("a rank may close the group once all have its data") {
-  TestGroup group(3, {.timeout = kPatient});
+  TestGroup group(3);
   std::vector<at::Tensor> sums;
   std::vector<Pending> pending;
   for (int rank = 0; rank < 3; ++rank) {
