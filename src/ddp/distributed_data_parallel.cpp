@@ -41,17 +41,6 @@ std::string describe(const ReducerOptions& options) {
 /// Upper bound of the text that lists a model's parameters and buffers, in bytes.
 constexpr int64_t kLongestText = int64_t{64} << 20;
 
-std::vector<at::Tensor> gather(const at::Tensor& input, collective::ReduceGroup& group) {
-  std::vector<at::Tensor> outputs;
-  std::vector<collective::ReduceGroup::WorkPtr> works;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    outputs.push_back(rank == group.rank() ? input : at::empty_like(input));
-    works.push_back(group.broadcast(outputs.back(), rank));
-  }
-  for (const auto& work : works) work->wait();
-  return outputs;
-}
-
 int64_t padded_bytes(const at::Tensor& tensor) {
   return static_cast<int64_t>(wire::align_payload(tensor.nbytes()));
 }
@@ -94,21 +83,24 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   for (const NamedParameter& tensor : tensors) text += describe(tensor, devices) + "\n";
   const std::vector<int64_t> sum_and_size = {static_cast<int64_t>(base::hash_of(text)),
                                              std::ssize(text)};
-  const std::vector<at::Tensor> all = gather(at::tensor(sum_and_size, at::kLong), group);
-  const auto size_of = [&](int from) { return all[static_cast<size_t>(from)][1].item<int64_t>(); };
-  for (int from = 0; from < group.size(); ++from) {
-    const int64_t size = size_of(from);
-    if (size >= 0 && size <= kLongestText) continue;
-    throw_protocol(group.world_rank(from), fmt::format("describes its model in {} bytes", size));
-  }
-  const auto differs = [&](const at::Tensor& each) { return !each.equal(all[0]); };
-  const auto other = static_cast<int>(std::ranges::find_if(all, differs) - all.begin());
-  if (other == group.size()) return;
+  const at::Tensor own = at::tensor(sum_and_size, at::kLong), of_first = own.clone();
+  group.broadcast(of_first, 0)->wait();
+  const at::Tensor differs = at::zeros({group.size()}, at::kDouble);
+  if (!own.equal(of_first)) differs[group.rank()] = 1;
+  group.average_async(differs)->wait();
+  if (!differs.any().item<bool>()) return;
 
-  // All ranks compare the same sums, so either all ranks get here or none.
+  // All ranks have the same averages, so either all ranks get here or none.
+  const auto other = static_cast<int>(differs.nonzero()[0].item<int64_t>());
   const int rank = group.world_rank(other);
   const auto text_of = [&](int from) {
-    const at::Tensor bytes = at::empty({size_of(from)}, at::kByte);
+    const at::Tensor length = own[1].clone();
+    group.broadcast(length, from)->wait();
+    const auto size = length.item<int64_t>();
+    if (size < 0 || size > kLongestText) {
+      throw_protocol(group.world_rank(from), fmt::format("describes its model in {} bytes", size));
+    }
+    const at::Tensor bytes = at::empty({size}, at::kByte);
     if (from == group.rank()) std::ranges::copy(text, bytes.data_ptr<uint8_t>());
     group.broadcast(bytes, from)->wait();
     std::string its(reinterpret_cast<const char*>(bytes.data_ptr<uint8_t>()), bytes.nbytes());
@@ -116,7 +108,8 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
     throw_protocol(group.world_rank(from), "describes its model in lines that do not end");
   };
   const std::string first = text_of(0), second = text_of(other);
-  if (first == second) throw_protocol(rank, "has told another sum than that of its model");
+  if (first == second)
+    throw_protocol(rank, "says that its model differs, but describes the same model");
   const auto lines = base::split(first, '\n'), others = base::split(second, '\n');
   const auto [expected, found] = std::ranges::mismatch(lines, others);
   const auto shown = [](const auto& all, auto line) {

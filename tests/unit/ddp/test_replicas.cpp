@@ -13,7 +13,7 @@ namespace {
 
 /// Returns the error of rank 0 when rank 1 claims a model description of `bytes` and sends `text`.
 base::Error check_against(int64_t bytes, const std::string& text) {
-  TestGroup group(2, {.timeout = std::chrono::seconds(20)});
+  TestGroup group(2);
   base::Error error;
   run_ranks(2, [&](int rank) {
     collective::StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -24,15 +24,15 @@ base::Error check_against(int64_t bytes, const std::string& text) {
       return;
     }
     try {
-      const auto exchange = [&](const at::Tensor& mine, const at::Tensor& theirs) {
-        reduce.broadcast(theirs, 0)->wait();
-        reduce.broadcast(mine, 1)->wait();
-      };
       const at::Tensor theirs = at::zeros({2}, at::kLong);
-      exchange(at::tensor({int64_t{1}, bytes}, at::kLong), theirs);
+      reduce.broadcast(theirs, 0)->wait();
+      reduce.average_async(at::tensor({0.0, 1.0}, at::kDouble))->wait();  // rank 1 differs
+      reduce.broadcast(theirs[1], 0)->wait();
+      reduce.broadcast(at::empty({theirs[1].item<int64_t>()}, at::kByte), 0)->wait();
+      reduce.broadcast(at::scalar_tensor(bytes, at::kLong), 1)->wait();
       const at::Tensor mine = at::empty({std::ssize(text)}, at::kByte);
       std::copy(text.begin(), text.end(), mine.data_ptr<uint8_t>());
-      exchange(mine, at::empty({theirs[1].item<int64_t>()}, at::kByte));
+      reduce.broadcast(mine, 1)->wait();
     } catch (const std::exception&) {  // rank 0 has failed
     }
   });
