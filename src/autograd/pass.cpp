@@ -12,19 +12,15 @@
 
 namespace distrain::autograd {
 
-namespace {
-
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-void call_pre_hooks(Node& node, variable_list& grads) {
+static void call_pre_hooks(Node& node, variable_list& grads) {
   for (const auto& hook : node.tensor_pre_hooks()) grads = (*hook)(grads);
   for (const auto& [output, hook] : node.retains_grad_hooks()) grads = (*hook)(grads);
   for (const auto& hook : node.pre_hooks()) grads = (*hook)(grads);
 }
-
-}  // namespace
 
 void Pass::prepare(const std::shared_ptr<ContextState>& context,
                    const std::vector<at::Tensor>& roots) {

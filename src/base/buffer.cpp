@@ -10,7 +10,6 @@
 #include <vector>
 
 namespace distrain::base {
-namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kSmallest = 512;
@@ -18,13 +17,11 @@ constexpr size_t kLargest = 4;             // the large block's limit, in units 
 constexpr uint64_t kLargeIsKept = 10'000;  // until this many other blocks are returned
 
 // Rounds `size` up to one of four steps per power of two, so at most a quarter of it is wasted.
-size_t size_class(size_t size) {
+static size_t size_class(size_t size) {
   size = std::max(size, kSmallest);
   const size_t step = std::bit_floor(size) / 4;
   return (size + step - 1) / step * step;
 }
-
-}  // namespace
 
 struct BufferPool::Shelf {
   struct Idle {

@@ -12,17 +12,13 @@
 
 namespace distrain::data {
 
-namespace {
-
 // Selects the sequence of random numbers for shuffling. Jobs use other keys for other sequences.
 constexpr uint64_t kShuffleSequence = 1;
 
-int64_t at_least_1(int64_t value, const char* what) {
+static int64_t at_least_1(int64_t value, const char* what) {
   if (value < 1) base::invalid(fmt::format("{} must be at least 1, not {}", what, value));
   return value;
 }
-
-}  // namespace
 
 void check_enough(const std::string& path, int64_t examples, int64_t trainers) {
   if (examples >= trainers) return;

@@ -9,21 +9,17 @@
 
 namespace distrain::job {
 
-namespace {
-
 constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
 constexpr double kFarAbove = 1000;  // a loss this many times the first loss means divergence
 
-void add_to(data::Source::Counts& sum, data::Source::Counts more) {
+static void add_to(data::Source::Counts& sum, data::Source::Counts more) {
   if (sum.bad_rows == 0) sum.first_bad_row = std::move(more.first_bad_row);
   sum.bad_rows += more.bad_rows;
   sum.waited_s += more.waited_s;
 }
 
 rpc::To host() { return rpc::To(0).without_deadline(); }
-
-}  // namespace
 
 Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   Plan plan;

@@ -1,16 +1,13 @@
 #include "control_protocol.h"
 
 namespace distrain::membership {
-namespace {
 
 // Returns the interval between heartbeats: a quarter of `peer_timeout`, but at most a second,
 // because a peer may have a shorter timeout than this rank.
-base::Duration beat_interval(base::Duration peer_timeout) {
+static base::Duration beat_interval(base::Duration peer_timeout) {
   const auto second = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
   return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;
 }
-
-}  // namespace
 
 ControlProtocol::ControlProtocol(ControlSettings settings, ControlTransport& transport,
                                  base::TimePoint now)

@@ -13,16 +13,13 @@
 #include "net_impl.h"
 
 namespace distrain::net {
-namespace {
 
 // Throws `resources` if `code` is an error: these calls fail only without descriptors or memory.
-void check_uv(int code) {
+static void check_uv(int code) {
   if (code >= 0) return;
   throw base::Exception(base::ErrorKind::kResources,
                         std::string("starting the event loop: ") + uv_strerror(code));
 }
-
-}  // namespace
 
 Loop::Impl::Impl()
     : process(getpid()),

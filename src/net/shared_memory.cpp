@@ -12,15 +12,12 @@
 #include "net_impl.h"
 
 namespace distrain::net {
-namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-base::Error no_memory() {
+static base::Error no_memory() {
   return {base::ErrorKind::kResources, socket_error("shared memory", errno).message};
 }
-
-}  // namespace
 
 base::Result<std::shared_ptr<SharedMemory>> SharedMemory::create(size_t bytes, Fd& descriptor) {
   // Beyond RLIMIT_FSIZE, ftruncate() would end the process by SIGXFSZ.

@@ -8,17 +8,13 @@
 
 namespace distrain::optim {
 
-namespace {
-
-NamedParameters numbered(const torch::nn::Module& module) {
+static NamedParameters numbered(const torch::nn::Module& module) {
   NamedParameters result;
   for (const at::Tensor& parameter : module.parameters()) {
     result.emplace_back(std::to_string(result.size()), parameter);
   }
   return result;
 }
-
-}  // namespace
 
 NamedParameters named(const std::vector<std::string>& names,
                       const std::vector<at::Tensor>& parameters) {

@@ -12,20 +12,17 @@
 #include "distrain/store/hash.h"
 
 namespace distrain::store {
-namespace {
 
 constexpr int kFolder = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 
 // Returns true if `name` in `folder` is the open file `fd`. If it is another file, sets errno to 0.
-bool leads(int folder, const std::string& name, int flags, int fd) {
+static bool leads(int folder, const std::string& name, int flags, int fd) {
   struct stat open {};
   struct stat there {};
   if (::fstat(fd, &open) != 0 || ::fstatat(folder, name.c_str(), &there, flags) != 0) return false;
   errno = 0;
   return open.st_dev == there.st_dev && open.st_ino == there.st_ino;
 }
-
-}  // namespace
 
 void Disk::fail(const char* what, const std::string& path) {
   throw base::Exception(base::ErrorKind::kResources,

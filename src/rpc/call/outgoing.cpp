@@ -13,13 +13,9 @@
 
 namespace distrain::rpc {
 
-namespace {
-
-const wire::FrameHeader& header_of(const RawReply& reply) {
+static const wire::FrameHeader& header_of(const RawReply& reply) {
   return reply.message ? reply.message->header : reply.frame.header;
 }
-
-}  // namespace
 
 /// Releases the contents of a reply that its caller drops or gives up unopened. Thread-safe.
 class UnopenedReply {
