@@ -222,7 +222,7 @@ void Core::send_each(const std::function<void(int to)>& send_to) {
 void Core::on_message(rpc::ChannelMessage message) {
   const int from = group_rank(message.from);
   if (from < 0 || from == rank_) return;  // outside the group, or this rank itself
-  has_met_[static_cast<size_t>(from)] = true;
+  meet(from);
   std::shared_ptr<Operation> operation;
   std::optional<Error> failure;
   bool post = false;

@@ -63,13 +63,13 @@ inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 //
 // A rank that closes the group notifies group rank 0 and the ranks with which it has exchanged
 // messages, so that closing connects no more ranks. Then its channel answers each other rank's
-// message by kClosed. A rank that waits for another has sent it a message, except in shared memory:
-// there, a rank that has waited for kPatience sends kLook to the ranks that it lacks.
+// message by kClosed. A rank other than 0 sends a message to each rank whose answer it needs. In
+// shared memory, it sends kLook to the ranks for which an operation that began kPatience ago waits.
 inline constexpr std::chrono::seconds kPatience{2};
 
 /// The operation number in the messages of a rank that has closed the group.
 inline constexpr uint64_t kClosed = UINT64_MAX;
-/// Tells the receiver to look at the marks in shared memory. Also announces a send().
+/// Tells the receiver to look at the marks in shared memory. Also used in Note [Closing a group].
 inline constexpr uint64_t kLook = UINT64_MAX - 1;
 /// Agrees on shared memory: the step is a SharingStep.
 inline constexpr uint64_t kSharing = UINT64_MAX - 2;
@@ -117,6 +117,9 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Returns the memory that the ranks share, or null if there is none. Waits until the ranks have
   /// agreed. Returns an error at `deadline`, or if the group fails, is aborted or closed by a rank.
   base::Result<std::shared_ptr<SharedSpace>> shared_space(base::TimePoint deadline);
+  /// Records that this rank and group rank `rank` exchange messages. Returns true if they already
+  /// had.
+  bool meet(int rank) { return has_met_[static_cast<size_t>(rank)].exchange(true); }
   /// Tells group rank `to` to look at the marks. Ignores a lost rank.
   void send_look(int to) { send_control(to, kLook, 0); }
   /// Tells all ranks to look at the marks, on a thread of the executor. Does nothing after close(),
@@ -183,7 +186,7 @@ class Core : public std::enable_shared_from_this<Core> {
   void send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive,
             std::shared_ptr<const net::Fd> descriptor = {}) {
-    has_met_[static_cast<size_t>(to)] = true;
+    meet(to);
     channel_.send(world_rank(to), wire_tag(number, step), pieces, std::move(keep_alive),
                   std::move(descriptor));
   }

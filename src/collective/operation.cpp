@@ -190,6 +190,7 @@ bool Operation::done() {
   std::unique_lock lock(core_->mutex_);
   look_locked();
   while (state_locked() == OperationState::kReady) run_locked(lock);
+  ask_awaited_locked();
   if (base::Clock::now() >= deadline_) expire_locked();
   return state_locked() == OperationState::kDone;
 }
@@ -266,8 +267,8 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
     lock.lock();
     look_locked();
     const auto over = [this] { return ready_or_done(); };
-    const base::TimePoint patience = std::min(limit, begun_ + kPatience);
-    if (shared && !base::wait_until(changed_, lock, patience, over)) ask_lacked_locked();
+    if (shared) base::wait_until(changed_, lock, std::min(limit, begun_ + kPatience), over);
+    ask_awaited_locked();
     base::wait_until(changed_, lock, limit, over);
     lock.unlock();
   }
@@ -275,13 +276,14 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
   look_locked();
 }
 
-// Lets the ranks that this operation lacks answer if they have closed the group.
-void Operation::ask_lacked_locked() {
-  std::vector<int> lacked = core_->others();
-  std::erase_if(lacked, [this](int rank) {
-    return !lacks(step_, rank) || core_->has_met_[static_cast<size_t>(rank)];
-  });
-  if (!lacked.empty()) core_->post_control(std::move(lacked), kLook, 0);
+// Sends kLook to the ranks that an old operation in shared memory waits for and has not met,
+// because a rank that has closed the group answers.
+void Operation::ask_awaited_locked() {
+  const bool waits = is_shared() && state_locked() == OperationState::kCollecting;
+  if (!waits || base::Clock::now() < begun_ + kPatience) return;
+  std::vector<int> unmet = core_->others();
+  std::erase_if(unmet, [this](int rank) { return !waits_for_locked(rank) || core_->meet(rank); });
+  if (!unmet.empty()) core_->post_control(std::move(unmet), kLook, 0);
 }
 
 Error Operation::deadline_error_locked() const {

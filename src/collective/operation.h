@@ -128,7 +128,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
-  void ask_lacked_locked();
+  void ask_awaited_locked();
   /// Runs the steps of a shared operation on which other ranks wait, on the thread that begins it,
   /// except the reduction of a large tensor.
   void run_first_steps(std::unique_lock<std::mutex>& lock);

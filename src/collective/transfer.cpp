@@ -45,8 +45,8 @@ class Transfer final : public Operation {
   bool tells_others() const override { return sends_; }
 
   void start() override {
-    if (sends_) return core().send_look(peer_);  // see Note [Closing a group]
-    core().send_to_all(number(), 0, pack(core(), spec(), {}));
+    if (!sends_) return core().send_to_all(number(), 0, pack(core(), spec(), {}));
+    if (!core().meet(peer_)) core().send_look(peer_);  // see Note [Closing a group]
   }
   void run_step(int step) override {
     if (!sends_) return write_tensor(tensor_, input(step, peer_));

@@ -9,18 +9,14 @@ namespace distrain::cuda {
 using base::Error;
 using base::ErrorKind;
 
-namespace {
-
 constexpr std::chrono::milliseconds kCheckEvery{20};
 
-void abort_detached(const std::shared_ptr<DeviceCommunicator>& communicator) {
+static void abort_detached(const std::shared_ptr<DeviceCommunicator>& communicator) {
   communicator->detached->run([communicator] {
     rpc::make_current(communicator->stream.device());
     communicator->nccl->abort();
   });
 }
-
-}  // namespace
 
 void DetachedTasks::run(base::Task task) noexcept {
   {

@@ -19,7 +19,7 @@ static void add_to(data::Source::Counts& sum, data::Source::Counts more) {
   sum.waited_s += more.waited_s;
 }
 
-rpc::To host() { return rpc::To(0).without_deadline(); }
+static rpc::To host() { return rpc::To(0).without_deadline(); }
 
 Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   Plan plan;

@@ -82,10 +82,10 @@ class Pending {
 /// flight. Calls return at once, except that a rank far ahead of the others waits for them: see
 /// Note [Window of a group] in src/collective/core.h. The first allreduce or barrier waits until
 /// all ranks have made their Backend, to agree on shared memory. If a rank has closed the group,
-/// operations that need it fail with `peer_lost`. Results are written in place. All ranks get the
-/// same bits, because inputs are reduced in rank order, on several hosts host by host. Tensors are
-/// dense CPU tensors of any strides and the dtypes of can_reduce() in src/collective/operations.h.
-/// Do not use them before completion.
+/// operations that need it fail with `peer_lost`, in shared memory within about two seconds.
+/// Results are written in place. All ranks get the same bits, because inputs are reduced in rank
+/// order, on several hosts host by host. Tensors are dense CPU tensors of any strides and the
+/// dtypes of can_reduce() in src/collective/operations.h. Do not use them before completion.
 ///
 /// See Note [Algorithms] in src/collective/operations.h and Note [Life of an operation] in
 /// src/collective/core.h. Thread-safe; the caller determines the order of calls.

@@ -66,8 +66,9 @@ class Channel {
   virtual bool shares_memory() const { return true; }
   /// Returns a key that is equal for ranks on one host. Empty if `rank` uses only TCP.
   virtual std::string host_of(int /*rank*/) const { return {}; }
-  /// Replaces the handler, and waits until no call of the previous handler is running. The first
-  /// handler also gets all earlier messages. Without `on_message`, the channel drops messages.
+  /// Replaces the handler, and waits until no call of the previous handler is running. The new one
+  /// gets the messages of that time, and the first handler all earlier messages. Without
+  /// `on_message`, the channel drops messages.
   virtual void set_handler(Handler handler) = 0;
   /// Sends the concatenated `pieces` as one payload. Returns when the payload is written or queued.
   /// Holds `keep_alive` until the kernel has the payload. Throws peer_lost, which names rank `to`.
