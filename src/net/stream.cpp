@@ -16,19 +16,16 @@
 namespace distrain::net {
 namespace {
 
-// The longest wait for the peer's end of the connection: see linger_on_loop().
-constexpr auto kLongestLinger = std::chrono::seconds(1);
+constexpr auto kLongestLinger = std::chrono::seconds(1);  // for the peer's end: linger_on_loop()
 // Bytes that a thread writes at once, and that the loop reads before it serves other streams.
 constexpr size_t kSlice = size_t{1} << 20;
 // The loop thread copies no larger payload into shared memory.
 constexpr size_t kMostCopiedOnLoop = size_t{256} << 10;
-// By default a Unix socket takes about 200 KB, and for each further part the loop of the writer is
-// woken. The kernel reduces the value to net.core.wmem_max.
+// By default about 200 KB, which wakes the writer's loop often. At most net.core.wmem_max.
 constexpr int kUnixSendBuffer = 1 << 20;
 // Bytes of frames that wait for a payload in bulk, beyond which the stream reads no more.
 constexpr size_t kMostWaiting = size_t{64} << 20;
-// Memory of such a frame beside its bytes, about.
-constexpr size_t kCostOfWaiting = 1024;
+constexpr size_t kCostOfWaiting = 1024;  // memory of such a frame beside its bytes, about
 
 base::Error closed_here() {
   return base::Error{base::ErrorKind::kCancelled, "closed on this side"};
@@ -106,8 +103,7 @@ class SocketStream final : public Stream,
   }
 
   base::TimePoint last_heard_on_loop() const override {
-    // Unread bytes are a sign of life, because a busy loop reads late. But while this stream has
-    // paused reading, they may be older than the peer's death.
+    // A busy loop reads late. Unread bytes of a stream that has paused may be older than a loss.
     int unread = 0;
     if ((watched_ & UV_READABLE) != 0) ioctl(socket_.get(), FIONREAD, &unread);
     if (unread > 0) return base::Clock::now();
@@ -255,9 +251,9 @@ class SocketStream final : public Stream,
         });
   }
 
-  // Closing a TCP socket with unread bytes would reset the connection, and the kernel would drop
-  // what it has not sent. So shut down only our direction, and discard what comes until the peer
-  // closes its own or kLongestLinger has passed.
+  // Closing a TCP socket with unread bytes would reset the connection and drop unsent bytes. So
+  // shut down one direction, and discard input until the peer closes its own or kLongestLinger has
+  // passed.
   void linger_on_loop() {
     if (discarding_ || finished_ || write_failed_) return;
     if (ended_) return finish_on_loop(closed_here());
